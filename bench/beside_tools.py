@@ -183,7 +183,7 @@ def write_model(family: Family, directory: Path) -> Path:
     from tokenizers.processors import TemplateProcessing
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    from trainwright.data.rows.chat_templates import named_template
+    from trainwright.data.rows.chat_templates import read_template
 
     tokens = json.loads((find_model(VOCABULARY) / "tokenizer.json").read_text())
     kept = {token: index for token, index in tokens["model"]["vocab"].items() if index < TOKENS}
@@ -196,7 +196,7 @@ def write_model(family: Family, directory: Path) -> Path:
     special = [token for token in (family.begin, family.end, *family.more) if token]
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = family.begin, family.end, "<|endoftext|>"
-    tokenizer.chat_template = named_template(family.template) if family.template else None
+    tokenizer.chat_template = read_template(family.template) if family.template else None
     if family.begin:
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single=f"{family.begin} $A",

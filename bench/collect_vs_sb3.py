@@ -64,19 +64,19 @@ def trainwright(goals: list[list[int]], seeds: int, steps: int) -> dict[str, Any
     import torch
 
     from trainwright.tasks.algorithm_distillation.environments import make
-    from trainwright.tasks.algorithm_distillation.histories import returns_of_episodes
-    from trainwright.tasks.algorithm_distillation.learners import learners
+    from trainwright.tasks.algorithm_distillation.histories import compute_episode_returns
+    from trainwright.tasks.algorithm_distillation.learners import build_learners
 
     torch.set_num_threads(1)
     environment = make("darkroom")
     begin = time.perf_counter()
     tasks = torch.tensor(goals).repeat_interleave(seeds, dim=0)
-    learner = learners(environment, tasks, torch.arange(len(tasks)), {"name": "ppo", "streams": STREAMS})
+    learner = build_learners(environment, tasks, torch.arange(len(tasks)), {"name": "ppo", "streams": STREAMS})
     recording = learner.learn(steps)
     seconds = time.perf_counter() - begin
     print(f"Trainwright, {len(goals)} goals x {seeds} seeds: {seconds:.0f} s", flush=True)
     each = [recording.goal(index) for index in range(len(tasks))]
-    returns = [returns_of_episodes(one.dones, one.rewards).mean(axis=0).tolist() for one in each]
+    returns = [compute_episode_returns(one.dones, one.rewards).mean(axis=0).tolist() for one in each]
     return {"seconds": seconds, "returns": [returns[n * seeds : (n + 1) * seeds] for n in range(len(goals))]}
 
 

@@ -66,9 +66,9 @@ def main() -> None:
 
 
 def pairs() -> list[dict[str, str]]:
-    from trainwright.data.sources.pydoc_rows import pydoc_pairs
+    from trainwright.data.sources.pydoc_rows import build_pydoc_pairs
 
-    short = (row for row in pydoc_pairs() if max(map(len, row.values())) < 700)
+    short = (row for row in build_pydoc_pairs() if max(map(len, row.values())) < 700)
     return [row for row, _ in zip(short, range(ROWS), strict=False)]
 
 

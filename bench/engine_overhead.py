@@ -33,14 +33,14 @@ from support.trainwright_side import RECIPE
 
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.events import EventLog
-from trainwright.engine.optimizer import Schedule, optimizer_factory
+from trainwright.engine.optimizer import Schedule, build_optimizer_factory
 from trainwright.engine.policies.base import StepGradients, TrainingContext
-from trainwright.engine.task import task_module
+from trainwright.engine.task import import_task_module
 from trainwright.engine.trainer import Trainer, _StepResult
 from trainwright.parallel.strategy import StrategyConfig, build_strategy
 from trainwright.parallel.world import join, leave
 from trainwright.recipe.loading import load_recipe
-from trainwright.run.process import keep_freed_memory, prepare_environment, threads_allowed
+from trainwright.run.process import count_allowed_threads, keep_freed_memory, prepare_environment
 from trainwright.run.shutdown.stop import Stopping
 from trainwright.run.supervisor import launch
 
@@ -151,21 +151,21 @@ class Paired(Trainer):
 
 def measure(work: Path, pairs: int) -> int:
     """One process of the measurement."""
-    torch.set_num_threads(threads_allowed())
+    torch.set_num_threads(count_allowed_threads())
     keep_freed_memory()
     overrides = json.loads((work / "overrides.json").read_text())
     recipe = load_recipe(work / "recipe.yaml", overrides)
     whole = load_recipe(work / "recipe.yaml", [*overrides, "parallel.strategy=ddp", "parallel.num_processes=2"])
-    task_module(recipe).prepare_once(recipe, cache_directory())
+    import_task_module(recipe).prepare_once(recipe, cache_directory())
     # The bare loop begins with the whole model; the engine may have its ranks read their own parts.
-    task, twin = (task_module(each).build(each, cache_directory()) for each in (recipe, whole))
+    task, twin = (import_task_module(each).build(each, cache_directory()) for each in (recipe, whole))
     world = join("cpu")
     if task.weights is not None:
         task.weights.load(world.rank)
     try:
         bare = bare_loop(recipe, twin, world)
         dtype = DTYPES[recipe.train.mixed_precision]
-        factory = optimizer_factory(recipe.optimizer)
+        factory = build_optimizer_factory(recipe.optimizer)
         strategy = build_strategy(
             StrategyConfig(recipe.parallel, world, task.module, factory, dtype, task.blocks(), task.weights)
         )

@@ -21,15 +21,25 @@ from support.faults.setting import setting
 from support.results import results_directory
 
 from trainwright.faults.drills import watched_commands
-from trainwright.faults.drills.kinds import KINDS, matching, schedule
-from trainwright.faults.drills.operations import BROKEN, HELD, MISSED, SKIPPED, CampaignResults, run_trials, table
+from trainwright.faults.drills.kinds import KINDS, schedule_trials, select_kinds
+from trainwright.faults.drills.operations import (
+    BROKEN,
+    HELD,
+    MISSED,
+    SKIPPED,
+    CampaignResults,
+    format_table,
+    run_trials,
+)
 
 
 def main() -> int:
     options = _parse()
     runs = setting(options.work)
-    cases = {name: kind.cases(runs.spreads, watched_commands.ALL) for name, kind in matching(options.kinds).items()}
-    trials = schedule(options.seed, options.trials, cases)
+    cases = {
+        name: kind.list_cases(runs.spreads, watched_commands.ALL) for name, kind in select_kinds(options.kinds).items()
+    }
+    trials = schedule_trials(options.seed, options.trials, cases)
     if options.only:
         trials = [trial for trial in trials if trial.name in options.only]
     if options.list:
@@ -51,7 +61,7 @@ def main() -> int:
         verdict = f"{line['trial']} ({line['case']}): {line['verdict']}, {line['seconds']} s"
         print(f"[{number}/{len(left)}] {verdict}  {line['why'].partition(chr(10))[0][:200]}", flush=True)
     found = results.of(trials)
-    print(f"\n{table(found)}")
+    print(f"\n{format_table(found)}")
     held = all(line and line["verdict"] in (HELD, SKIPPED) for line in found.values())
     if not options.keep and held:
         shutil.rmtree(options.work / "trials", ignore_errors=True)

@@ -27,7 +27,7 @@ from support.results import results_directory
 from support.runs import write_results
 
 from trainwright.engine.event_reader import read_events
-from trainwright.utils.heartbeat import heartbeat_directory, heartbeat_file, read
+from trainwright.utils.heartbeat import build_heartbeat_path, create_heartbeat_directory, read
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "sft" / "tiny.yaml"
@@ -105,10 +105,10 @@ def _set_slots(run: Path, slots: int) -> None:
 
 def _workers(run: Path) -> dict[int, int]:
     """Return the pids of the workers by rank."""
-    directory = heartbeat_directory(run) if run.is_dir() else None
+    directory = create_heartbeat_directory(run) if run.is_dir() else None
     if directory is None:
         return {}
-    beats = {rank: read(heartbeat_file(directory, rank)) for rank in range(MOST)}
+    beats = {rank: read(build_heartbeat_path(directory, rank)) for rank in range(MOST)}
     return {rank: beat.pid for rank, beat in beats.items() if beat is not None and Path(f"/proc/{beat.pid}").is_dir()}
 
 

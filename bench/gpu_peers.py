@@ -288,10 +288,10 @@ def save_random_model(config: dict[str, Any], directory: Path, dtype: str) -> No
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from trainwright.models.tokenization import bytes_tokenizer
+    from trainwright.models.tokenization import build_bytes_tokenizer
 
     torch.manual_seed(0)
-    tokenizer = bytes_tokenizer()
+    tokenizer = build_bytes_tokenizer()
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     fields = {**config, **special}
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

@@ -54,7 +54,7 @@ class Switched(StepPolicy):
 
     def __init__(self, training: TrainingContext) -> None:
         super().__init__(training)
-        self._own = heartbeat.own()
+        self._own = heartbeat.find_own_heartbeat()
 
     def after(self, step: int) -> None:
         """Switch for the next step."""

@@ -28,10 +28,10 @@ from support.runs import write_results
 from trainwright.recipe.loading import load_recipe
 from trainwright.tasks.algorithm_distillation.environments import Environment
 from trainwright.tasks.algorithm_distillation.evaluation import AgentRequest, find_agent, load_agent
-from trainwright.tasks.algorithm_distillation.in_context import Context, context_stride, play
+from trainwright.tasks.algorithm_distillation.in_context import Context, choose_context_stride, play
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, Steps
 from trainwright.tasks.algorithm_distillation.spec import AlgorithmDistillationSection
-from trainwright.tasks.algorithm_distillation.task import environment_of, shape_of, tasks_tried
+from trainwright.tasks.algorithm_distillation.task import build_environment, select_trial_tasks, shape_of
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes" / "algorithm_distillation"
 RESULTS = results_directory()
@@ -51,8 +51,8 @@ def main() -> None:
     machine = describe(use_cores(asked.threads))
     torch.set_num_threads(asked.threads)
     model, section = _model(asked.run, asked.recipe)
-    environment = environment_of(section)
-    tasks = tasks_tried(section, environment).repeat_interleave(asked.copies, 0)
+    environment = build_environment(section)
+    tasks = select_trial_tasks(section, environment).repeat_interleave(asked.copies, 0)
     few = min(asked.anew_episodes or asked.episodes, asked.episodes)
     cached = _greedy(model, environment, tasks, asked.episodes, cached=True)
     anew = _greedy(model, environment, tasks, few, cached=False)
@@ -81,7 +81,7 @@ def _model(run: str | None, recipe: str) -> tuple[HistoryModel, AlgorithmDistill
         found, section = find_agent(AgentRequest(run))
         return load_agent(found, section).model, section
     section = load_recipe(RECIPES / f"{recipe}.yaml").own(AlgorithmDistillationSection)
-    return HistoryModel(shape_of(section, environment_of(section)), seed=0).eval(), section
+    return HistoryModel(shape_of(section, build_environment(section)), seed=0).eval(), section
 
 
 @dataclass
@@ -109,7 +109,9 @@ class _Played:
 def _greedy(
     model: HistoryModel, environment: Environment, tasks: torch.Tensor, episodes: int, *, cached: bool
 ) -> _Played:
-    context = Context(model.shape, len(tasks), moves_by=context_stride(model.shape, environment.horizon), cached=cached)
+    context = Context(
+        model.shape, len(tasks), moves_by=choose_context_stride(model.shape, environment.horizon), cached=cached
+    )
     played = _Played()
 
     def policy(step: Steps) -> torch.Tensor:

@@ -25,13 +25,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainwright.engine.optimizer import optimizer_factory
+from trainwright.engine.optimizer import build_optimizer_factory
 from trainwright.parallel.replicated.replicated import Replicated
 from trainwright.parallel.strategy import StrategyConfig
 from trainwright.parallel.world import World
 from trainwright.planning.trace import store
 from trainwright.planning.trace.request import Device, TracedModel, TraceRequest
-from trainwright.planning.trace.traced import parameters_of, sized
+from trainwright.planning.trace.traced import list_parameters, size_model
 from trainwright.planning.trace.units import BatchShape, Operation
 from trainwright.recipe.schema import OptimizerSection
 from trainwright.recipe.sections.model import AdapterSection
@@ -71,7 +71,7 @@ def model_of(case: Case) -> TracedModel:
     import yaml
 
     (setting,) = ADAPTERS[case.adapter]
-    return model.adapted(AdapterSection(**yaml.safe_load(setting.partition("=")[2])))
+    return model.add_adapter(AdapterSection(**yaml.safe_load(setting.partition("=")[2])))
 
 
 def of_passes(model: TracedModel, case: Case, kernels: str) -> dict[str, float]:
@@ -79,7 +79,7 @@ def of_passes(model: TracedModel, case: Case, kernels: str) -> dict[str, float]:
     packs, tokens = case.micro_batch, case.pack * case.micro_batch
     batch = BatchShape(1, tokens, ((case.pack, packs),), tokens - packs, True, False)
     request = TraceRequest(model, Device("cuda", fused=kernels == "triton"), "bf16", "packed")
-    units = sized(request, batch).in_order()
+    units = size_model(request, batch).list_units()
     operations = [o for unit in units for part in (unit.forward, unit.backward) for o in part.operations]
     others = [operation for operation in operations if operation.kind not in ("product", "attention")]
     return {
@@ -98,7 +98,7 @@ def of_update(model: TracedModel, name: str) -> dict[str, float]:
     """Return what an update in bf16 with fp32 master weights launches and moves, after a step of one micro-batch."""
     with FakeTensorMode():
         module = _OnDevice()
-        for unit, parameters in enumerate(parameters_of(model)):
+        for unit, parameters in enumerate(list_parameters(model)):
             block = nn.Module()
             module.add_module("embed" if unit == 0 else f"layers_{unit}", block)
             for parameter in parameters:
@@ -106,7 +106,7 @@ def of_update(model: TracedModel, name: str) -> dict[str, float]:
                     tensor = torch.empty(parameter.shape, device="cuda:0")
                     block.register_parameter(parameter.name.replace(".", "_"), nn.Parameter(tensor))
         world = World(0, 1, 0, 1, torch.device("cuda:0"))
-        make = optimizer_factory(OptimizerSection(name=name, learning_rate=1e-3, max_grad_norm=1.0))
+        make = build_optimizer_factory(OptimizerSection(name=name, learning_rate=1e-3, max_grad_norm=1.0))
         config = StrategyConfig(ParallelSection(strategy="single"), world, module, make, torch.bfloat16)
         strategy = Replicated(config)
         for _ in range(2):  # the first also makes the state

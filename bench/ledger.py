@@ -32,10 +32,10 @@ from support.results import results_directory
 from support.runs import print_table, write_results
 
 from trainwright.engine.policies.base import StepPolicy, TrainingContext
-from trainwright.machine.usage import process_age
-from trainwright.observe.ledger import EXCHANGE, OTHER, TRAINING, WAITING, by_category, read_ledger
+from trainwright.machine.usage import measure_process_age
+from trainwright.observe.ledger import EXCHANGE, OTHER, TRAINING, WAITING, read_ledger, sum_by_category
 from trainwright.utils import heartbeat
-from trainwright.utils.heartbeat import Use, heartbeat_directory, heartbeat_file, read
+from trainwright.utils.heartbeat import Use, build_heartbeat_path, create_heartbeat_directory, read
 
 ROOT = Path(__file__).parents[1]
 OUTPUT = results_directory() / "ledger.json"
@@ -63,12 +63,12 @@ class AfterTheLast(StepPolicy):
 
     def after(self, step: int) -> None:
         """Write them."""
-        own = heartbeat.own()
+        own = heartbeat.find_own_heartbeat()
         if step == self._last and own is not None:
             if self.training.world.device.type == "cuda":
                 torch.cuda.synchronize()
-                heartbeat.phase("step policies and observers", step)  # adds up what the GPU has done by now
-            seconds = by_category(own.seconds(), 0.0)
+                heartbeat.begin_phase("step policies and observers", step)  # adds up what the GPU has done by now
+            seconds = sum_by_category(own.seconds(), 0.0)
             (Path(os.environ[PHASES]) / str(self.training.world.rank)).write_text(json.dumps(seconds))
 
 
@@ -128,10 +128,10 @@ class Life:
 
     def _follow(self, command: subprocess.Popen[bytes], run: Path, rank: int) -> None:
         while command.poll() is None:
-            directory = heartbeat_directory(run)
-            beat = None if directory is None else read(heartbeat_file(directory, rank))
+            directory = create_heartbeat_directory(run)
+            beat = None if directory is None else read(build_heartbeat_path(directory, rank))
             if beat is not None:
-                age, seen = process_age(beat.pid), time.monotonic()
+                age, seen = measure_process_age(beat.pid), time.monotonic()
                 select.select([os.pidfd_open(beat.pid)], [], [])
                 self._seconds = age + time.monotonic() - seen
                 return
@@ -162,7 +162,7 @@ def profiled(asked: list[str], count: int, run: Path) -> list[dict[str, Any]]:
     found = []
     for rank, spent in enumerate(uses):
         ledger = json.loads((run.parent / "phases" / str(rank)).read_text())
-        sums = {"ledger": together(ledger), "profiler": together(by_category(spent, 0.0))}
+        sums = {"ledger": together(ledger), "profiler": together(sum_by_category(spent, 0.0))}
         ours, theirs = (sum(each.values()) for each in sums.values())
         found.append({"rank": rank, **sums, "difference": ours / theirs - 1})
     return found

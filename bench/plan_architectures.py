@@ -178,8 +178,8 @@ def judged(result: dict[str, Any]) -> dict[str, Any]:
 def step_of(case: Case, measured: int | None) -> dict[str, Any]:
     """Return the bytes of one step of the case's modules, if they are not measured yet, and those of its trace."""
     from trainwright.models.supported import check_packable, check_trainable
-    from trainwright.planning.trace.request import Device, TracedModel, TraceRequest, rows_of
-    from trainwright.planning.trace.traced import sized
+    from trainwright.planning.trace.request import Device, TracedModel, TraceRequest, choose_row_kind
+    from trainwright.planning.trace.traced import size_model
     from trainwright.recipe.sections.model import AdapterSection
 
     check_trainable(case.config, "a run", ())
@@ -188,14 +188,14 @@ def step_of(case: Case, measured: int | None) -> dict[str, Any]:
     batch = real_step.batch_of(lengths, case.pack is not None, int(case.config.get("vocab_size", 512)))
     shape, model = real_step.shape_of(batch), TracedModel.of(case.config)
     if case.adapter:
-        model = model.adapted(AdapterSection(**case.adapter))
+        model = model.add_adapter(AdapterSection(**case.adapter))
     dtype: Any = "fp32" if case.precision == "no" else "bf16"
-    request = TraceRequest(model, Device("cpu", fused=True), dtype, rows_of(shape), case.recompute)
+    request = TraceRequest(model, Device("cpu", fused=True), dtype, choose_row_kind(shape), case.recompute)
     try:
         measured = measured or real_step.peak_of(real_step.real_model(request), batch)
     except Exception as error:  # code of any model
         raise ValueError(f"the step itself fails: {type(error).__name__}: {str(error)[:80]}") from error
-    traced = sized(request, shape)
+    traced = size_model(request, shape)
     planned = real_step.planned(traced)["step"]
     error = planned / measured - 1
     return {"name": case.name, "step": measured, "planned": planned, "error": error, "untraced": traced.facts.failed}

@@ -30,7 +30,7 @@ from support.trainwright_side import COMMAND
 
 import trainwright as tw
 from trainwright.machine.detect import detect
-from trainwright.planning.errors import SHARE, Interval, interval_of
+from trainwright.planning.errors import SHARE, Interval, estimate_interval
 
 RESULTS = results_directory()
 STEPS = 4
@@ -52,7 +52,7 @@ def main() -> None:
     measured = {result["id"]: result for result in results}
     machine = before["machine"] if options.predict else describe(use_cores(2))
     with tempfile.TemporaryDirectory(prefix="plan-memory-") as work:
-        for number, case in enumerate(draw(options.seed, options.cases, detect())):
+        for number, case in enumerate(draw(options.seed, options.list_cases, detect())):
             if options.predict:
                 if case.id in measured:
                     measured[case.id] |= planned(case, Path(work), evaluates=number % 2 == 1)
@@ -129,7 +129,7 @@ def _figures(predicted: dict[str, float]) -> dict[str, Any]:
 def report(results: list[dict[str, Any]]) -> None:
     """Print the errors, the interval of these runs, and how many lie in the interval that their plans gave."""
     ratios = [result["measured"] / result["predicted"] for result in results]
-    interval = interval_of(ratios)
+    interval = estimate_interval(ratios)
     if interval is None:
         return
     errors = sorted(abs(ratio - 1) for ratio in ratios)

@@ -29,13 +29,20 @@ from support.runs import print_table, write_results
 from support.small_recipes import calibrated, small_recipe
 from support.timed_runs import Timed, run_steps
 
-from trainwright.machine.describe import cluster_of
+from trainwright.machine.describe import build_cluster
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Machine
-from trainwright.machine.measured.calibration import Calibration, current_calibration, load_calibration
-from trainwright.planning.candidates import choice_of, layout_of, layouts, micro_batches, recomputations, worlds
-from trainwright.planning.facts import facts_of
-from trainwright.planning.plan import constraints_of, installed, make_plan
+from trainwright.machine.measured.calibration import Calibration, load_calibration, load_current_calibration
+from trainwright.planning.candidates import (
+    build_choice,
+    build_layout,
+    iterate_layouts,
+    list_micro_batches,
+    list_recomputations,
+    list_worlds,
+)
+from trainwright.planning.facts import build_facts
+from trainwright.planning.plan import build_constraints, explain_missing_library, make_plan
 from trainwright.planning.search import Evaluator
 from trainwright.planning.step_time.basis import Basis
 from trainwright.planning.step_time.rates import Rates
@@ -112,7 +119,9 @@ def here(arguments: argparse.Namespace) -> None:
     """The quickstart's recipe and another one, by what a plan measures, and by a calibration where there is one."""
     description, machine = describe(use_cores(detect().cpu_cores)), detect()
     preload_libraries()
-    calibration = load_calibration(arguments.calibration) if arguments.calibration else current_calibration(machine)
+    calibration = (
+        load_calibration(arguments.calibration) if arguments.calibration else load_current_calibration(machine)
+    )
     with tempfile.TemporaryDirectory(prefix="plan-regret-") as temporary:
         results = run_here(machine, calibration, Path(temporary), arguments.steps, arguments.only)
     output = RESULTS_HERE if arguments.output == RESULTS else arguments.output
@@ -137,7 +146,7 @@ class Bench:
         self, recipe: RecipeSchema, machine: Machine, calibration: Calibration, work: Path, steps: int
     ) -> None:
         self.recipe, self.machine, self.work, self.steps = recipe, machine, work, steps
-        self.cluster, self.constraints = cluster_of(machine), constraints_of(recipe)
+        self.cluster, self.constraints = build_cluster(machine), build_constraints(recipe)
         self.calibrations = {"datasheet": None, "calibrated": calibration}
         self.runs = 0
 
@@ -174,19 +183,24 @@ class Bench:
 
     def chosen(self) -> dict[str, Choice]:
         """What plans choose that go by datasheets, and by calibration."""
-        facts = facts_of(self.recipe)
+        facts = build_facts(self.recipe)
         return {
             key: make_plan(
-                self.constraints, facts.workload, self.cluster, facts.assumptions, Basis(calibration), installed
+                self.constraints,
+                facts.workload,
+                self.cluster,
+                facts.assumptions,
+                Basis(calibration),
+                explain_missing_library,
             ).chosen.choice
             for key, calibration in self.calibrations.items()
         }
 
     def candidates(self) -> list[Measured]:
         """All that fit and can run here, the one predicted fastest first; before all others the best of each layout."""
-        workload = facts_of(self.recipe).workload
+        workload = build_facts(self.recipe).workload
         evaluators = {
-            key: Evaluator(workload, self.cluster, Rates(self.cluster, calibration), installed)
+            key: Evaluator(workload, self.cluster, Rates(self.cluster, calibration), explain_missing_library)
             for key, calibration in self.calibrations.items()
         }
         found = [
@@ -195,16 +209,16 @@ class Bench:
             if evaluators["datasheet"].fit(choice).runs
         ]
         found.sort(key=lambda one: min(one.predicted.values()))
-        first = {(layout_of(one.choice), one.choice.num_processes): one for one in reversed(found)}
+        first = {(build_layout(one.choice), one.choice.num_processes): one for one in reversed(found)}
         return sorted(found, key=lambda one: one not in first.values())
 
     def choices(self) -> Iterator[Choice]:
-        workload, cluster, constraints = facts_of(self.recipe).workload, self.cluster, self.constraints
-        for processes in worlds(workload, cluster, constraints):
-            for layout in layouts(processes, cluster, constraints):
-                for recompute in recomputations(workload, constraints):
-                    for size in micro_batches(workload, processes, constraints):
-                        yield choice_of(layout, processes, size, recompute, constraints, cluster)
+        workload, cluster, constraints = build_facts(self.recipe).workload, self.cluster, self.constraints
+        for processes in list_worlds(workload, cluster, constraints):
+            for layout in iterate_layouts(processes, cluster, constraints):
+                for recompute in list_recomputations(workload, constraints):
+                    for size in list_micro_batches(workload, processes, constraints):
+                        yield build_choice(layout, processes, size, recompute, constraints, cluster)
 
     def time(self, choice: Choice) -> Timed:
         self.runs += 1

@@ -26,13 +26,13 @@ from support.runs import print_table, write_results
 from support.small_recipes import calibrated, small_recipe
 from support.timed_runs import Timed, pairwise_order, run_steps, spearman
 
-from trainwright.machine.describe import cluster_of
+from trainwright.machine.describe import build_cluster
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration
-from trainwright.planning.facts import facts_of
+from trainwright.planning.facts import build_facts
 from trainwright.planning.step_time.rates import Rates
-from trainwright.planning.step_time.step import step_time
+from trainwright.planning.step_time.step import estimate_step_time
 from trainwright.planning.workload import Choice
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.run.process import preload_libraries
@@ -121,10 +121,10 @@ def recipe_of(name: str, work: Path) -> RecipeSchema:
 
 def judged(name: str, recipe: RecipeSchema, machine: Machine, calibration: Calibration, timed: Timed) -> dict[str, Any]:
     """What was measured of a case beside both predictions."""
-    cluster, workload = cluster_of(machine), facts_of(recipe).workload
+    cluster, workload = build_cluster(machine), build_facts(recipe).workload
     choice = choice_of(recipe, machine, timed.accumulation)
-    by_datasheet = step_time(workload, choice, cluster, Rates(cluster))
-    by_calibration = step_time(workload, choice, cluster, Rates(cluster, calibration))
+    by_datasheet = estimate_step_time(workload, choice, cluster, Rates(cluster))
+    by_calibration = estimate_step_time(workload, choice, cluster, Rates(cluster, calibration))
     tokens = statistics.mean(timed.tokens) / workload.tokens
     return {
         "name": name,

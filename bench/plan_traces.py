@@ -23,9 +23,9 @@ from typing import Any
 
 import trainwright as tw
 from trainwright.planning.trace import store
-from trainwright.planning.trace.catalog import known_model, known_models
+from trainwright.planning.trace.catalog import list_models, look_up_model
 from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
-from trainwright.planning.trace.traced import model_facts, traced, traced_as
+from trainwright.planning.trace.traced import load_trace, normalize_request, read_model_facts
 from trainwright.recipe.sections.model import AdapterSection
 from trainwright.utils.text import say
 
@@ -39,7 +39,7 @@ _Values = dict[str, dict[str, Any]]  # by the name of their model and their key
 def requests(model: TracedModel) -> Iterator[TraceRequest]:
     """Yield what is shipped of a model."""
     for recompute in ("none", "full", "selective"):
-        yield traced_as(TraceRequest(model, Device("cuda"), "bf16", "packed", recompute), REGIME)
+        yield normalize_request(TraceRequest(model, Device("cuda"), "bf16", "packed", recompute), REGIME)
 
 
 def main() -> None:
@@ -49,8 +49,8 @@ def main() -> None:
     parser.add_argument("--plans", action="store_true", help="what plans ask for")
     parser.add_argument("--again", action="store_true", help="also what the archive or the cache has")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing after so long")
-    arguments, started, values = parser.parse_args(), time.monotonic(), store.shipped()
-    models = ((name, partial(_trace, name)) for name in arguments.names or known_models())
+    arguments, started, values = parser.parse_args(), time.monotonic(), store.read_archive()
+    models = ((name, partial(_trace, name)) for name in arguments.names or list_models())
     for name, trace in _plans(arguments.names) if arguments.plans else models:
         begun = time.monotonic()
         if begun - started > arguments.seconds:
@@ -66,7 +66,7 @@ def main() -> None:
         for model, key in new:
             values.setdefault(model, {})[key] = asked[model][key]
         if new:
-            store.ship(store.SHIPPED, values)
+            store.write_archive(store.SHIPPED, values)
             size = store.SHIPPED.stat().st_size / 2**20
             say(f"{name}: {len(new)} values in {time.monotonic() - begun:.1f} s; {size:.2f} MiB")
 
@@ -74,14 +74,14 @@ def main() -> None:
 def _trace(name: str) -> None:
     full = _model(name)
     sections = AdapterSection(type="lora"), AdapterSection(type="lora", quantization="nf4")
-    for model in (full, *map(full.adapted, sections)):
-        model_facts(model)
+    for model in (full, *map(full.add_adapter, sections)):
+        read_model_facts(model)
         for request in requests(model):
-            traced(request, REGIME)
+            load_trace(request, REGIME)
 
 
 def _plans(words: Sequence[str]) -> Iterator[tuple[str, Callable[[], object]]]:
-    sizes = {name: model_facts(_model(name)).total for name in known_models()}
+    sizes = {name: read_model_facts(_model(name)).total for name in list_models()}
     plans: dict[str, Callable[[], object]] = {}
     for recipe in sorted(RECIPES.rglob("*.yaml")):
         for machine in (WITH_FLASH, WITHOUT_FLASH, None):
@@ -95,7 +95,7 @@ def _plans(words: Sequence[str]) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 def _model(name: str) -> TracedModel:
-    known = known_model(name)
+    known = look_up_model(name)
     assert known is not None, f"{name} is not in the catalog"
     return TracedModel.of(known.config)
 
@@ -105,10 +105,10 @@ def _asked_for(*, again: bool) -> Iterator[_Values]:
     """Collect the stored values that are read or written; ``again``: as if there were none."""
     values: _Values = {}
     models: dict[str, str] = {}
-    plain_read, plain_write = store.read, store.write
+    plain_read, plain_write = store.read_value, store.write_value
 
     def read(key: str, configuration: str = "") -> Any:
-        models[key] = store.name_of(configuration)
+        models[key] = store.name_model(configuration)
         if (value := None if again else plain_read(key, configuration)) is not None:
             values.setdefault(models[key], {})[key] = value
         return value
@@ -117,11 +117,11 @@ def _asked_for(*, again: bool) -> Iterator[_Values]:
         values.setdefault(models[key], {})[key] = value
         plain_write(key, value)
 
-    store.read, store.write = read, write
+    store.read_value, store.write_value = read, write
     try:
         yield values
     finally:
-        store.read, store.write = plain_read, plain_write
+        store.read_value, store.write_value = plain_read, plain_write
 
 
 if __name__ == "__main__":

@@ -35,9 +35,9 @@ from trainwright.data.stream.windows import WindowDataset
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.evaluate import evaluate
 from trainwright.engine.events import EventLog
-from trainwright.engine.optimizer import Schedule, optimizer_factory
+from trainwright.engine.optimizer import Schedule, build_optimizer_factory
 from trainwright.engine.policies.base import TrainingContext
-from trainwright.engine.task import task_module
+from trainwright.engine.task import import_task_module
 from trainwright.engine.trainer import Trainer, _StepResult
 from trainwright.machine.detect import detect
 from trainwright.models.causal_lm import compile_blocks
@@ -45,7 +45,7 @@ from trainwright.parallel.strategy import StrategyConfig, build_strategy
 from trainwright.parallel.world import join, leave
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.schema import RecipeSchema
-from trainwright.run.process import keep_freed_memory, run_in_child, threads_allowed
+from trainwright.run.process import count_allowed_threads, keep_freed_memory, run_in_child
 from trainwright.run.resolve import resolve
 from trainwright.run.shutdown.stop import Stopping
 from trainwright.run.supervisor import launch
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace, work: Path, precision: str) -> dict[str, 
     assert isinstance(processes, int)
     os.environ["OMP_NUM_THREADS"] = str(max(1, CORES // processes))
     with Stopping() as stopping:
-        prepare = functools.partial(task_module(recipe).prepare_once, recipe, cache_directory())
+        prepare = functools.partial(import_task_module(recipe).prepare_once, recipe, cache_directory())
         run_in_child(prepare, work / "prepare.log", stopping)
         code = launch(functools.partial(measure, work), processes=processes, logs=work / "logs", stopping=stopping)
     if code:
@@ -153,15 +153,15 @@ def measure(work: Path) -> int:
     recipe = load_recipe(work / "recipe.yaml")
     steps = recipe.train.max_steps
     assert steps is not None
-    torch.set_num_threads(threads_allowed())
+    torch.set_num_threads(count_allowed_threads())
     keep_freed_memory()
-    task = task_module(recipe).build(recipe, cache_directory())
+    task = import_task_module(recipe).build(recipe, cache_directory())
     world = join("cpu")
     try:
         if recipe.train.compile is True:
             compile_blocks(task.blocks())
         dtype = DTYPES[recipe.train.mixed_precision]
-        make = optimizer_factory(recipe.optimizer)
+        make = build_optimizer_factory(recipe.optimizer)
         strategy = build_strategy(
             StrategyConfig(recipe.parallel, world, task.module, make, dtype, task.blocks(), task.weights)
         )
@@ -180,7 +180,7 @@ def measure(work: Path) -> int:
         loss = evaluate(task, strategy, lambda shortage: False, print, events, steps)["loss"]
         if world.is_main:
             losses = {"engine": loss, **{name: loop.validation_loss() for name, loop in plain.items()}}
-            layout = {"processes": world.size, "strategy": recipe.parallel.strategy, "threads": threads_allowed()}
+            layout = {"processes": world.size, "strategy": recipe.parallel.strategy, "threads": count_allowed_threads()}
             found = {**layout, "times": trainer.times, "validation_loss": losses}
             (work / "found.json").write_text(json.dumps(found))
     finally:

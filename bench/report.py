@@ -20,7 +20,7 @@ from pathlib import Path
 from support import fault_tables, gpu_tables, watching_tables
 from support.tables import HEADER, Row, as_code, markdown, read, table
 
-from trainwright.planning.errors import SHARE, interval_of
+from trainwright.planning.errors import SHARE, estimate_interval
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -175,7 +175,7 @@ def plan_memory() -> str:
             rows.append((f"{name} on {len(errors)} of these runs", "-", _errors(errors), command))
     whole = read("plan_memory_cpu_13")
     ratios = [case["measured"] / case["predicted"] for case in whole["cases"]]
-    interval = interval_of(ratios)
+    interval = estimate_interval(ratios)
     assert interval is not None
     inside = sum(interval.low <= ratio <= interval.high for ratio in ratios) / len(ratios)
     title = f"Resident memory of a process on a CPU, predicted against measured, {len(ratios)} small runs that the "

@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 from tests.support import storm  # noqa: E402
 from tests.support.slurm import Slurm, why_not  # noqa: E402
 from trainwright.faults.drills.operations import CampaignResults  # noqa: E402
-from trainwright.faults.drills.trial_settings import code_of_the_product  # noqa: E402
+from trainwright.faults.drills.trial_settings import hash_product_code  # noqa: E402
 
 RESULTS = results_directory() / "storm.jsonl"
 
@@ -57,7 +57,7 @@ def main() -> int:
         for number in (signal.SIGINT, signal.SIGTERM):  # trials that have begun are finished, and the clusters ended
             signal.signal(number, lambda *_: over.set())
         for line in _lines(left, options.work, options.jobs, time.monotonic() + 60 * options.minutes, over):
-            results.add({**line, "code": code_of_the_product()})
+            results.add({**line, "code": hash_product_code()})
             why = line["why"].strip().splitlines()
             print(f"{line['trial']} ({line['case']}): {line['verdict']}, {line['seconds']} s  {why[:1]}", flush=True)
     known = results.read()

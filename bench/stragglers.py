@@ -30,7 +30,7 @@ from support.results import results_directory
 from support.runs import print_table, write_results
 
 from trainwright.engine.event_reader import read_log
-from trainwright.utils.heartbeat import Beat, heartbeat_directory, heartbeat_file, read
+from trainwright.utils.heartbeat import Beat, build_heartbeat_path, create_heartbeat_directory, read
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes" / "sft" / "tiny.yaml"
@@ -123,8 +123,8 @@ def trial(strategy: str, rank: int, share: float | None) -> dict[str, Any]:
 
 
 def beat_of(run: Path, rank: int) -> Beat | None:
-    directory = heartbeat_directory(run)
-    return None if directory is None else read(heartbeat_file(directory, rank))
+    directory = create_heartbeat_directory(run)
+    return None if directory is None else read(build_heartbeat_path(directory, rank))
 
 
 def step_of(run: Path, rank: int) -> int:

@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.support.commands import environment, wait_for  # noqa: E402
 from tests.support.slurm import Slurm, why_not  # noqa: E402
-from trainwright.faults.drills.invariants import lines  # noqa: E402
+from trainwright.faults.drills.invariants import read_lines  # noqa: E402
 
 RESULTS = results_directory() / "submit.json"
 RECIPE = ROOT / "recipes" / "sft" / "tiny.yaml"
@@ -99,7 +99,7 @@ def _srun(slurm: Slurm, run: Path) -> dict[str, float]:
 
 
 def _wait(run: Path, log: str, begun: float) -> dict[str, Any]:
-    step = next(event for event in lines(run) if event["event"] == "step")
+    step = next(event for event in read_lines(run) if event["event"] == "step")
     measured = sum(map(float, _MEASURED.findall(log)))
     return {"seconds": step["time"] - step["step_time"] - begun, "measured": measured}
 

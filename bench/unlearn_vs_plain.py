@@ -75,9 +75,9 @@ def main() -> None:
 
 def write_rows(work: Path) -> None:
     """Forget and retain rows: a fixed choice from the built-in `pydoc` rows."""
-    from trainwright.data.sources.pydoc_rows import pydoc_rows
+    from trainwright.data.sources.pydoc_rows import build_pydoc_rows
 
-    chosen = random.Random(0).sample(pydoc_rows(), FORGET + RETAIN)
+    chosen = random.Random(0).sample(build_pydoc_rows(), FORGET + RETAIN)
     for name, rows in (("forget", chosen[:FORGET]), ("retain", chosen[FORGET:])):
         (work / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 

@@ -11,10 +11,10 @@ import pytest
 
 from tests.support.commands import wait_for
 from tests.support.runs import TINY
-from trainwright.engine.task import task_module
+from trainwright.engine.task import import_task_module
 from trainwright.models.load import load_model
 from trainwright.recipe.loading import load_recipe
-from trainwright.utils.activity import Activity, Ticker, doing, in_log, progress
+from trainwright.utils.activity import Activity, Ticker, begin_activity, format_log_line, report_progress
 from trainwright.utils.text import say
 
 pytestmark = pytest.mark.usefixtures("told_of")
@@ -29,11 +29,11 @@ class _Terminal(io.StringIO):
 def test_a_pipe_gets_one_line_of_what_takes_long() -> None:
     stream = io.StringIO()
     with Activity(stream, "importing", quiet_seconds=0.2) as activity:
-        doing("reading rows.jsonl \x1b[2J")
+        begin_activity("reading rows.jsonl \x1b[2J")
         wait_for(lambda: "reading" in stream.getvalue())
         activity.say("a remark")
-        doing("")
-    doing("nobody shows this")
+        begin_activity("")
+    begin_activity("nobody shows this")
     told = stream.getvalue().removeprefix("importing …\n")  # where even that took long
     assert told == "reading rows.jsonl \\x1b[2J …\na remark\n"
 
@@ -95,17 +95,17 @@ def test_a_log_hears_of_a_long_activity_less_and_less_often(monkeypatch: pytest.
     wait_for(lambda: len(seen) >= 150)
     ticker.close()
     assert [seconds for seconds, for_log in seen if for_log and seconds < 200] == [2.0, 30.0, 60.0, 120.0]
-    assert in_log("compiling", 2.0) == "compiling …"
-    assert in_log("compiling", 90.0, ", 40%") == "compiling … 1:30, 40%"
+    assert format_log_line("compiling", 2.0) == "compiling …"
+    assert format_log_line("compiling", 90.0, ", 40%") == "compiling … 1:30, 40%"
 
 
 def test_a_fraction_is_shown_beside_the_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     stream = _Terminal()
     with Activity(stream, "tokenizing", quiet_seconds=0.0):
-        progress(3, 4)
+        report_progress(3, 4)
         wait_for(lambda: ", 75%" in stream.getvalue())
-        doing("writing")
+        begin_activity("writing")
         wait_for(lambda: "writing" in stream.getvalue())
     assert "writing … 0:00, " not in stream.getvalue()
 
@@ -113,9 +113,9 @@ def test_a_fraction_is_shown_beside_the_seconds(monkeypatch: pytest.MonkeyPatch)
 def test_what_is_quick_or_has_no_stream_is_not_mentioned() -> None:
     stream = io.StringIO()
     with Activity(stream, "importing", quiet_seconds=600):
-        doing("planning")
+        begin_activity("planning")
     with Activity(None, "importing"):
-        doing("planning")
+        begin_activity("planning")
     assert not stream.getvalue()
 
 
@@ -131,7 +131,7 @@ def test_an_error_ends_it() -> None:
     stream = io.StringIO()
     with pytest.raises(ValueError), Activity(stream, "importing", quiet_seconds=600):
         raise ValueError
-    doing("planning")
+    begin_activity("planning")
     assert not stream.getvalue()
 
 
@@ -148,7 +148,7 @@ def test_reading_data_and_loading_models_say_what_they_do(tmp_path: Path) -> Non
     (tmp_path / "rows.jsonl").write_text('{"question": "Why?", "answer": "So."}\n' * 3)
     recipe = load_recipe(TINY, [f"data.train={tmp_path / 'rows.jsonl'}", "data.validation=null", *RESOLVED])
     with _Heard() as heard:
-        task_module(recipe).prepare_once(recipe, tmp_path / "cache")
+        import_task_module(recipe).prepare_once(recipe, tmp_path / "cache")
         load_model(recipe.model)
-        task_module(recipe).prepare_once(recipe, tmp_path / "cache")  # in the cache now
+        import_task_module(recipe).prepare_once(recipe, tmp_path / "cache")  # in the cache now
     assert heard.what == ["reading and tokenizing the rows", "initializing the model"]

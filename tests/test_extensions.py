@@ -32,9 +32,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
     monkeypatch.setattr("sys.path", [str(tmp_path), *sys.path])
     modules = {*sys.modules}
-    extensions._all_entry_points.cache_clear()
+    extensions._list_entry_points.cache_clear()
     yield put
-    extensions._all_entry_points.cache_clear()
+    extensions._list_entry_points.cache_clear()
     for name in {*sys.modules} - modules:
         del sys.modules[name]
 

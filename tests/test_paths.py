@@ -18,18 +18,18 @@ from tests.support.commands import PATIENCE, trainwright
 from tests.support.runs import TINY
 from trainwright.errors import RequestError
 from trainwright.machine.sharing import is_locked, lock_directory, remove_locked
-from trainwright.utils.paths import appears, run_path, user_path, write_file
+from trainwright.utils.paths import expand_user_path, run_path, wait_for_text, write_file
 
 
 def test_the_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert user_path("~/rows.jsonl") == tmp_path / "rows.jsonl"
-    assert user_path("rows~.jsonl") == Path("rows~.jsonl")
+    assert expand_user_path("~/rows.jsonl") == tmp_path / "rows.jsonl"
+    assert expand_user_path("rows~.jsonl") == Path("rows~.jsonl")
 
 
 def test_an_unknown_user_is_named() -> None:
     with pytest.raises(RequestError, match=r"^~nosuchuser/rows.jsonl: there is no user nosuchuser; write the whole"):
-        user_path("~nosuchuser/rows.jsonl")
+        expand_user_path("~nosuchuser/rows.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -72,10 +72,10 @@ def test_a_directory_may_have_a_name_like_a_url(tmp_path: Path, monkeypatch: pyt
 def test_what_another_machine_writes_may_be_seen_late(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text("old")
-    assert not appears(file, "new", seconds=0.0)
-    assert not appears(tmp_path / "missing" / "recipe.yaml", "new", seconds=0.3)
+    assert not wait_for_text(file, "new", seconds=0.0)
+    assert not wait_for_text(tmp_path / "missing" / "recipe.yaml", "new", seconds=0.3)
     threading.Timer(0.5, lambda: write_file(file, "new")).start()
-    assert appears(file, "new", seconds=60.0)
+    assert wait_for_text(file, "new", seconds=60.0)
 
 
 def test_a_locked_directory_is_locked_where_locks_of_directories_reach_nobody(

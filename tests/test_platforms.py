@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.commands import PATIENCE, environment
 from tests.support.runs import ON_ROWS, TINY
-from trainwright.machine.accelerators import Build, Nvml, unusable
-from trainwright.machine.allocator import peak_resident
+from trainwright.machine.accelerators import Build, Nvml, explain_unusable
+from trainwright.machine.allocator import convert_peak_resident
 from trainwright.machine.detect import detect
 from trainwright.recipe.loading import load_recipe
 from trainwright.run.resolve import resolve
@@ -51,7 +51,7 @@ def test_on_macos_the_cpu_is_used_and_that_is_said(monkeypatch: pytest.MonkeyPat
     recipe, machine = load_recipe(TINY), replace(detect(), is_here=True)
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.setattr("platform.machine", lambda: "arm64")
-    assert "Apple" not in "; ".join(unusable(0, Nvml(error="no driver"), Build("2.13.0", None), variables={}))
+    assert "Apple" not in "; ".join(explain_unusable(0, Nvml(error="no driver"), Build("2.13.0", None), variables={}))
     resolved = resolve(recipe, machine)
     assert resolved.recipe.parallel.device == "cpu"
     (remark,) = (reason for reason in resolved.reasons if "macOS" in reason)
@@ -60,9 +60,9 @@ def test_on_macos_the_cpu_is_used_and_that_is_said(monkeypatch: pytest.MonkeyPat
 
 def test_the_peak_of_memory_is_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "linux")
-    assert peak_resident(1000) == 1_024_000
+    assert convert_peak_resident(1000) == 1_024_000
     monkeypatch.setattr("sys.platform", "darwin")
-    assert peak_resident(1000) == 1000
+    assert convert_peak_resident(1000) == 1000
 
 
 @pytest.mark.slow

@@ -8,7 +8,15 @@ import unicodedata
 
 import pytest
 
-from trainwright.utils.text import change, plural, printable, say, they, times, wrapped
+from trainwright.utils.text import (
+    escape_controls,
+    format_change,
+    format_clause,
+    format_plural,
+    format_ratio,
+    say,
+    wrap_lines,
+)
 
 
 @pytest.mark.parametrize(
@@ -25,13 +33,13 @@ from trainwright.utils.text import change, plural, printable, say, they, times, 
     ],
 )
 def test_control_characters_are_printed_as_escapes(text: str, shown: str) -> None:
-    assert printable(text) == shown
-    assert printable(shown) == shown
+    assert escape_controls(text) == shown
+    assert escape_controls(shown) == shown
     shown.encode()
 
 
 def test_no_control_character_at_all_is_left() -> None:
-    left = printable("".join(map(chr, range(sys.maxunicode + 1))))
+    left = escape_controls("".join(map(chr, range(sys.maxunicode + 1))))
     assert {c for c in left if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")} == {"\n", "\t"}
     directions = {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
     assert not [c for c in left if unicodedata.bidirectional(c) in directions]
@@ -60,7 +68,7 @@ LINES = [
 @pytest.mark.parametrize("width", [20, 40, 80, 100])
 @pytest.mark.parametrize("line", LINES)
 def test_lines_are_broken_at_spaces_and_never_inside_a_command(line: str, width: int) -> None:
-    shown = wrapped(line, width)
+    shown = wrap_lines(line, width)
     assert " ".join(shown.split()) == " ".join(line.split())  # nothing is lost, and no word is broken
     command = next((part for part in (f"train --resume {RUN}", f"--logdir {RUN}", f"raw.json --out {RUN}")), "")
     assert command not in line or command in shown
@@ -69,28 +77,31 @@ def test_lines_are_broken_at_spaces_and_never_inside_a_command(line: str, width:
 
 
 def test_what_is_continued_stands_under_its_own_text() -> None:
-    shown = wrapped(LINES[3], 60).splitlines()
+    shown = wrap_lines(LINES[3], 60).splitlines()
     assert shown[0].startswith("chosen         parallel.strategy") and shown[1].startswith(" " * 15 + "f")
-    assert wrapped("short\n\n  as it is", 40) == "short\n\n  as it is"
+    assert wrap_lines("short\n\n  as it is", 40) == "short\n\n  as it is"
 
 
 def test_counts_have_their_nouns() -> None:
-    assert [plural(n, "row") for n in (0, 1, 2, 1200)] == ["0 rows", "1 row", "2 rows", "1,200 rows"]
-    assert plural(3, "batch", "batches") == "3 batches"
+    assert [format_plural(n, "row") for n in (0, 1, 2, 1200)] == ["0 rows", "1 row", "2 rows", "1,200 rows"]
+    assert format_plural(3, "batch", "batches") == "3 batches"
 
 
 def test_no_percentage_is_absurd() -> None:
-    assert [change(2.0, last) for last in (1.5, 4.0, 5.2, 844.0)] == [
+    assert [format_change(2.0, last) for last in (1.5, 4.0, 5.2, 844.0)] == [
         "-25.0%",
         "+100.0%",
         "2.6 times as much",
         "422 times as much",
     ]
-    assert change(0.0, 1.0) == change(-1.0, 1.0) == change(1.0, float("nan")) == ""
-    assert [times(ratio) for ratio in (0.384, 2.64, 421.8)] == ["0.38", "2.6", "422"]
+    assert format_change(0.0, 1.0) == format_change(-1.0, 1.0) == format_change(1.0, float("nan")) == ""
+    assert [format_ratio(ratio) for ratio in (0.384, 2.64, 421.8)] == ["0.38", "2.6", "422"]
 
 
 def test_what_one_does_is_said_of_one() -> None:
-    assert they(1, "row", "have no answer") == "1 row has no answer"
-    assert they(1, "row", "begin with the assistant") == "1 row begins with the assistant"
-    assert they(2, "row", "were cut") == "2 rows were cut" and they(1, "row", "were cut") == "1 row was cut"
+    assert format_clause(1, "row", "have no answer") == "1 row has no answer"
+    assert format_clause(1, "row", "begin with the assistant") == "1 row begins with the assistant"
+    assert (
+        format_clause(2, "row", "were cut") == "2 rows were cut"
+        and format_clause(1, "row", "were cut") == "1 row was cut"
+    )

@@ -107,7 +107,7 @@ def _batches(task: Any, recipe: RecipeSchema, world: World) -> list[tuple[list[B
         (
             [
                 collate(task.stream.dataset, micro, packed=True, pad_token_id=0)
-                for micro in step.for_rank(world.rank, world.size)
+                for micro in step.select_for_rank(world.rank, world.size)
             ],
             step.weight,
         )

@@ -11,9 +11,9 @@ ROWS = 600
 
 def write_rows(path: Path) -> Path:
     """The 600 rows: a fixed choice from the built-in `pydoc` rows of this interpreter, as JSONL."""
-    from trainwright.data.sources.pydoc_rows import pydoc_rows
+    from trainwright.data.sources.pydoc_rows import build_pydoc_rows
 
-    chosen = random.Random(0).sample(pydoc_rows(), ROWS)
+    chosen = random.Random(0).sample(build_pydoc_rows(), ROWS)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in chosen))
     return path

@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trainwright.machine.describe import cluster_of
+from trainwright.machine.describe import build_cluster
 from trainwright.machine.machine import Machine
-from trainwright.planning.facts import configuration_of
-from trainwright.planning.memory.peak import Memory, memory_of
+from trainwright.planning.facts import read_configuration
+from trainwright.planning.memory.peak import Memory, estimate_memory
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.sections.model import ModelSection
@@ -201,7 +201,7 @@ def predict(case: Case, found: dict[str, Any], machine: Machine) -> Memory:
     passes = max(steps.count(step) for step in steps)  # packs that are not full make more than were asked for
     section = ModelSection.model_validate(case.model)
     workload = Workload(
-        model=TracedModel.of(configuration_of(section)).adapted(section.adapter),
+        model=TracedModel.of(read_configuration(section)).add_adapter(section.adapter),
         row_tokens=-(-tokens // rows) if case.pack else max(lengths),
         global_batch_rows=rows * passes * case.processes,
         packed=case.pack is not None,
@@ -223,7 +223,7 @@ def predict(case: Case, found: dict[str, Any], machine: Machine) -> Memory:
         reshard_after_forward=found["parallel"]["reshard_after_forward"],
         threads=None if machine.gpus else 1,
     )
-    return memory_of(workload, choice, cluster_of(machine))
+    return estimate_memory(workload, choice, build_cluster(machine))
 
 
 def _longest_first(found: dict[str, Any]) -> tuple[int, ...]:

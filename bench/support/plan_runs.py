@@ -22,7 +22,7 @@ import torch.distributed as dist
 import trainwright.run.run_worker as worker
 from support.live_memory import LiveMemory, live_memory
 from trainwright.engine import trainer as engine
-from trainwright.engine.task import task_module
+from trainwright.engine.task import import_task_module
 from trainwright.engine.trainer import Trainer
 from trainwright.machine.detect import detect
 from trainwright.recipe.loading import load_recipe
@@ -46,7 +46,7 @@ def run(recipe: dict[str, Any], directory: Path, cache: Path) -> dict[str, Any]:
         json.dumps(recipe | {"logging": {"run_directory": str(directory), "observers": {"tensorboard": False}}})
     )
     resolved = resolve(load_recipe(written), detect()).recipe
-    run_directory.record(directory, run_directory.recipe_text(resolved), "case", ())
+    run_directory.record(directory, run_directory.format_recipe(resolved), "case", ())
     processes = resolved.parallel.num_processes
     assert isinstance(processes, int)
     prepare_environment(processes, processes)
@@ -63,7 +63,7 @@ def run(recipe: dict[str, Any], directory: Path, cache: Path) -> dict[str, Any]:
 
 
 def _prepare(recipe: RecipeSchema, cache: Path) -> None:
-    task_module(recipe).prepare_once(recipe, cache)
+    import_task_module(recipe).prepare_once(recipe, cache)
 
 
 def _work(directory: Path, cache: Path) -> int:
@@ -110,7 +110,7 @@ class _Watched(Trainer):
 
     def _step(self) -> bool:
         batch, dataset = self.task.stream.global_batch(self.progress.step), self.task.stream.dataset
-        for micro in batch.for_rank(self.world.rank, self.world.size):
+        for micro in batch.select_for_rank(self.world.rank, self.world.size):
             lengths = [dataset.length(example) for example in micro.examples]
             self.batches.append(
                 {"step": self.progress.step, "rows": len(micro.rows), "lengths": lengths, "targets": micro.weight}

@@ -13,15 +13,15 @@ from support.peers import cache_directory
 from support.runs import print_table
 from support.small_recipes import small_recipe
 from support.timed_runs import Timed, run_steps
-from trainwright.machine.describe import cluster_of
+from trainwright.machine.describe import build_cluster
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration
-from trainwright.machine.measured.quick import for_block, measured
+from trainwright.machine.measured.quick import measure_if_needed, select_nearest_block
 from trainwright.planning.candidates import Constraints
-from trainwright.planning.facts import facts_of
-from trainwright.planning.plan import constraints_of, installed, make_plan
+from trainwright.planning.facts import build_facts
+from trainwright.planning.plan import build_constraints, explain_missing_library, make_plan
 from trainwright.planning.search import Evaluator, search
-from trainwright.planning.step_time.basis import Basis, shapes_of
+from trainwright.planning.step_time.basis import Basis, collect_shapes
 from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.loading import load_recipe
@@ -83,13 +83,13 @@ def _result(
 ) -> dict[str, Any]:
     begun = time.monotonic()
     _run(recipe, machine, _ways(recipe, machine, calibration)[0].choice, 1, work / "first")  # prepares the data
-    facts = facts_of(recipe)
+    facts = build_facts(recipe)
     basis = _measured_now(machine, facts.workload)
     ways = _ways(recipe, machine, calibration)
     plans = {"measured": basis} | ({"calibrated": Basis(calibration, basis.measurement)} if calibration else {})
-    cluster, constraints = cluster_of(machine), constraints_of(recipe)
+    cluster, constraints = build_cluster(machine), build_constraints(recipe)
     chosen = {
-        key: make_plan(constraints, facts.workload, cluster, facts.assumptions, one, installed).chosen
+        key: make_plan(constraints, facts.workload, cluster, facts.assumptions, one, explain_missing_library).chosen
         for key, one in plans.items()
     }
     for number in range(ROUNDS):
@@ -111,22 +111,24 @@ def _result(
 
 def _measured_now(machine: Machine, workload: Workload) -> Basis:
     """The basis of a plan on a machine that has not been calibrated, whether or not this one has."""
-    shapes = shapes_of(workload)
-    found = measured(machine, shapes)
+    shapes = collect_shapes(workload)
+    found = measure_if_needed(machine, shapes)
     assert found.calibration is not None, found.trouble
-    return Basis(None, for_block(found.calibration, shapes.bounded(machine.device).block))
+    return Basis(None, select_nearest_block(found.calibration, shapes.limit_size(machine.device).block))
 
 
 def _ways(recipe: RecipeSchema, machine: Machine, calibration: Calibration | None) -> list[Way]:
-    workload, cluster = facts_of(recipe).workload, cluster_of(machine)
+    workload, cluster = build_facts(recipe).workload, build_cluster(machine)
     basis = _measured_now(machine, workload)
-    evaluators = {"measured": Evaluator(workload, cluster, Rates(cluster, None, basis.measurement), installed)}
+    evaluators = {
+        "measured": Evaluator(workload, cluster, Rates(cluster, None, basis.measurement), explain_missing_library)
+    }
     if calibration is not None:
         evaluators["calibrated"] = Evaluator(
-            workload, cluster, Rates(cluster, calibration, basis.measurement), installed
+            workload, cluster, Rates(cluster, calibration, basis.measurement), explain_missing_library
         )
     found = []
-    for constraints, threads in _constraints(constraints_of(recipe), workload, machine):
+    for constraints, threads in _constraints(build_constraints(recipe), workload, machine):
         best = search(evaluators["measured"], constraints).best
         if best is not None:
             choice = replace(best.choice, threads=threads)

@@ -114,9 +114,9 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def _prepare(recipe: RecipeSchema, cache: Path) -> None:
-    from trainwright.engine.task import task_module
+    from trainwright.engine.task import import_task_module
 
-    task_module(recipe).prepare_once(recipe, cache)
+    import_task_module(recipe).prepare_once(recipe, cache)
 
 
 def _work(directory: Path, cache: Path, steps: int) -> int:

@@ -22,7 +22,7 @@ def main() -> None:
     gc.set_threshold(_BETWEEN_COLLECTIONS)
     try:
         with (
-            _stoppable() if sys.argv[1:2] == ["train"] else nullcontext(),
+            _interrupt_on_stop() if sys.argv[1:2] == ["train"] else nullcontext(),
             Activity(sys.stderr, "starting", until_output=True),
         ):
             from trainwright.cli.main import main as command
@@ -37,22 +37,22 @@ def main() -> None:
         say(f"stopped before the first step; {unchanged}; run the same command again", file=sys.stderr)
         sys.exit(EXIT_STOPPED)
     except KeyboardInterrupt:
-        sys.exit(_interrupted())
+        sys.exit(_report_interruption())
     except SystemExit as ended:
         if ended.code == _INTERRUPTED:
-            _interrupted()
+            _report_interruption()
         raise
     finally:
         gc.freeze()  # as Python ends it looks for cycles in what is left: a fifth of the time of a plan
 
 
-def _stoppable() -> AbstractContextManager[None]:
-    from trainwright.run.shutdown.stop import interruptible
+def _interrupt_on_stop() -> AbstractContextManager[None]:
+    from trainwright.run.shutdown.stop import interrupt_on_stop
 
-    return interruptible(to_the_end=True)
+    return interrupt_on_stop(to_the_end=True)
 
 
-def _interrupted() -> int:
+def _report_interruption() -> int:
     say(f"trainwright {' '.join(sys.argv[1:2])}: interrupted", file=sys.stderr)
     return _INTERRUPTED
 

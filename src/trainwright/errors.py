@@ -57,7 +57,7 @@ class Stopped(TrainwrightError):
         super().__init__(message)
 
 
-def unwritable(path: Path, error: OSError) -> TrainwrightError:
+def build_write_error(path: Path, error: OSError) -> TrainwrightError:
     """Return why a run cannot be written: something else in the place of a file is not the machine's fault."""
     why = f"{path}: a run cannot be written there: {error.strerror or error}"
     if isinstance(error, (IsADirectoryError, NotADirectoryError, FileExistsError)):
@@ -66,15 +66,15 @@ def unwritable(path: Path, error: OSError) -> TrainwrightError:
 
 
 @contextmanager
-def writes_to(path: Path) -> Iterator[None]:
-    """Raise an OSError as what `unwritable` returns."""
+def convert_write_errors(path: Path) -> Iterator[None]:
+    """Raise an OSError as what `build_write_error` returns."""
     try:
         yield
     except OSError as error:
-        raise unwritable(path, error) from error
+        raise build_write_error(path, error) from error
 
 
-def error_of(exit_code: int, message: str) -> TrainwrightError:
+def build_error(exit_code: int, message: str) -> TrainwrightError:
     """Return an error of the class that ``exit_code`` stands for."""
     kinds = {kind.exit_code: kind for kind in (RequestError, MachineError, TrainingError, FaultError, Stopped)}
     error = kinds.get(exit_code, TrainingError)(message)

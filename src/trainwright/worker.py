@@ -22,7 +22,7 @@ from trainwright.run.group.failure_report import should_report
 from trainwright.run.joined import run_joined
 from trainwright.run.request import TrainingRequest, is_bare_resume
 from trainwright.run.shutdown.exit_code import record_exit_code
-from trainwright.run.shutdown.stop import interruptible
+from trainwright.run.shutdown.stop import interrupt_on_stop
 from trainwright.utils.paths import leave_out_working_directory
 from trainwright.utils.text import say
 
@@ -32,7 +32,7 @@ def main() -> None:
     leave_out_working_directory()
     arguments = _parse(sys.argv[1:])
     try:
-        with interruptible():
+        with interrupt_on_stop():
             recipe, overrides = split_words(arguments.recipe)
             request = TrainingRequest(
                 recipe,

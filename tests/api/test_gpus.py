@@ -19,13 +19,13 @@ from tests.support.doctor import driver
 from tests.support.forked import Started
 from tests.support.runs import Runs
 from trainwright.errors import MachineError
-from trainwright.machine.accelerators import installed_build
+from trainwright.machine.accelerators import read_installed_build
 from trainwright.observe.commands import gpus as show_gpus
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are found in /proc")
 
 # A GPU that a torch for CPUs cannot use.
-CODE = 3 if installed_build().cuda is None else 0
+CODE = 3 if read_installed_build().cuda is None else 0
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import trainwright as tw
 from tests.support.commands import wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, column, events
 from trainwright.errors import RequestError
-from trainwright.observe.ablation import Ablation, SuccessiveHalving, Variant, grid, sample
+from trainwright.observe.ablation import Ablation, SuccessiveHalving, Variant, list_combinations, sample_variants
 from trainwright.observe.reports.comparing import is_lower_better
 
 SHORT = (ON_ROWS, "parallel.num_processes=1", "train.max_steps=2", "logging.observers.tensorboard=false")
@@ -86,22 +86,27 @@ OVER = {"optimizer.learning_rate": ["1e-3", "2e-3", "4e-3"], "train.seed": [0, 1
 
 
 def test_a_grid_has_every_combination_once() -> None:
-    names = [variant.name for variant in grid(OVER)]
+    names = [variant.name for variant in list_combinations(OVER)]
     assert len(set(names)) == 6 and names[0] == "learning_rate=1e-3,seed=0" and names[-1] == "learning_rate=4e-3,seed=1"
 
 
 def test_a_sample_is_drawn_by_its_seed_from_values_and_ranges() -> None:
-    assert sample(OVER, 4, seed=1) == sample(OVER, 4, seed=1) != sample(OVER, 4, seed=2)
-    assert len(set(sample(OVER, 4, seed=1))) == 4 and sample(OVER, 9, seed=1) == grid(OVER)
-    drawn = [dict(each.changes) for each in sample({"a.b": ["1e-5..1e-3"], "a.c": ["2..40"], "a.d": ["x", "y"]}, 50, 0)]
+    assert sample_variants(OVER, 4, seed=1) == sample_variants(OVER, 4, seed=1) != sample_variants(OVER, 4, seed=2)
+    assert len(set(sample_variants(OVER, 4, seed=1))) == 4 and sample_variants(OVER, 9, seed=1) == list_combinations(
+        OVER
+    )
+    drawn = [
+        dict(each.changes)
+        for each in sample_variants({"a.b": ["1e-5..1e-3"], "a.c": ["2..40"], "a.d": ["x", "y"]}, 50, 0)
+    ]
     rates = [float(each["a.b"]) for each in drawn]
     assert min(rates) >= 1e-5 and max(rates) <= 1e-3 and 10 < sum(rate < 1e-4 for rate in rates) < 40
     assert all(2 <= int(each["a.c"]) <= 40 for each in drawn) and {each["a.d"] for each in drawn} == {"x", "y"}
     for wrong in ("1..0", "1..e"):
         with pytest.raises(RequestError, match=r"LOW\.\.HIGH"):
-            sample({"a.b": [wrong]}, 2, 0)
+            sample_variants({"a.b": [wrong]}, 2, 0)
     with pytest.raises(RequestError, match="--sample"):
-        grid({"a.b": ["1..2"]})
+        list_combinations({"a.b": ["1..2"]})
 
 
 def test_halving_continues_the_best_of_every_few() -> None:
@@ -176,7 +181,7 @@ def test_a_killed_grid_goes_on_where_it_was_and_trains_no_run_twice(runs: Runs, 
     ended = runs.command(*asked).wait()
     assert ended.code == 0, ended.stderr
     table = json.loads((out / "ablation.json").read_text())
-    assert [row["run"] for row in table] == [variant.name for variant in grid(OVER)]
+    assert [row["run"] for row in table] == [variant.name for variant in list_combinations(OVER)]
     for row in table:
         run = out / row["run"]
         assert column(run, "step") == list(range(1, 7)) and len(events(run, "finish")) == 1

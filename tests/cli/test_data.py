@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.commands import trainwright
 from tests.support.slow import slow_but
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 
 USER, ASSISTANT = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -48,7 +48,7 @@ def test_show_marks_what_is_learnt_in_rows_of_every_shape(tmp_path: Path, shape:
 
 def test_show_and_check_need_no_weights(tmp_path: Path) -> None:
     write(tmp_path / "rows.jsonl", [SHAPES["messages"]] * 3)
-    bytes_tokenizer().save_pretrained(tmp_path / "model")
+    build_bytes_tokenizer().save_pretrained(tmp_path / "model")
     config = {"model_type": "llama", "vocab_size": 300, "max_position_embeddings": 64, "hidden_size": 64}
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
     asked = ("rows.jsonl", "--model", "model", "--max-length", "64")

@@ -145,9 +145,9 @@ def test_a_real_model_trained_on_4_bits_and_merged_is_better_than_its_base(runs:
     done = ended(runs, "eval", run, *rows, "--out", tmp_path / "run")
     assert done.code == 0, done.stderr
     held = [json.loads(line)["row"] for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
-    from trainwright.data.sources.registry import registered_rows
+    from trainwright.data.sources.registry import load_registered_rows
 
-    pydoc = registered_rows("pydoc")
+    pydoc = load_registered_rows("pydoc")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(pydoc[number - 1]) + "\n" for number in held))
     done = ended(
         runs, "eval", tmp_path / "merged", "--data", tmp_path / "rows.jsonl", *rows, "--out", tmp_path / "merged-loss"

@@ -13,8 +13,8 @@ import pytest
 from tests.support.commands import MACHINE
 from tests.support.measured import measurement
 from tests.support.runs import ON_ROWS, TINY, EventRecord, Runs, read_events
-from trainwright.doctor.calibrate_worker import curve_of
-from trainwright.machine.measured.calibration import Calibration, Exchanged, ProcessRates, as_json
+from trainwright.doctor.calibrate_worker import build_curve
+from trainwright.machine.measured.calibration import Calibration, Exchanged, ProcessRates, to_json
 
 STEPS, SAVED = 18, 14
 COMMON = (
@@ -38,10 +38,10 @@ def _without_all_else(setting: ProcessRates) -> ProcessRates:
     """Nothing but products takes time."""
     curves = dict(setting.curves)
     for name in ("traffic/fp32/copy", "traffic/fp32/elementwise", "traffic/fp32/reduction", "optimizer", "loss/fp32"):
-        curves[name] = curve_of(name, [{"sizes": (2**21,), "seconds": 1e-7, "held_out": False}])
+        curves[name] = build_curve(name, [{"sizes": (2**21,), "seconds": 1e-7, "held_out": False}])
     for direction in ("forward", "backward"):
         name = f"attention/fp32/{direction}"
-        curves[name] = curve_of(name, [{"sizes": (128,), "seconds": 1e-14, "held_out": False}])
+        curves[name] = build_curve(name, [{"sizes": (128,), "seconds": 1e-14, "held_out": False}])
     for precision in ("bf16",):
         curves = {name: curve for name, curve in curves.items() if precision not in name}
     return replace(setting, curves=curves, launch=1e-10, exchange=Exchanged(waited=1e-9, factor=1e-6))
@@ -49,7 +49,7 @@ def _without_all_else(setting: ProcessRates) -> ProcessRates:
 
 def train(runs: Runs, tmp_path: Path, *overrides: str) -> tuple[list[EventRecord], str]:
     machine, run = tmp_path / "machine.json", tmp_path / "run"
-    machine.write_text(json.dumps({**json.loads(MACHINE.read_text()), "measurement": as_json(_wrong())}))
+    machine.write_text(json.dumps({**json.loads(MACHINE.read_text()), "measurement": to_json(_wrong())}))
     arguments = ("train", str(TINY), *COMMON, f"logging.run_directory={run}", *overrides)
     ended = runs.command(*arguments, TRAINWRIGHT_MACHINE=str(machine)).wait()
     assert ended.code == 0, ended.stdout + ended.stderr

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tests.support.commands import MACHINE, PATIENCE, environment, trainwright
-from trainwright.utils.text import quoted
+from trainwright.utils.text import quote_word
 
 ZERO = "distributed_type: DEEPSPEED\nuse_cpu: true\nnum_processes: 2\ndeepspeed_config: {zero_stage: 2}\n"
 WANTS_GPUS = "distributed_type: MULTI_GPU\nnum_processes: 64\nmixed_precision: bf16\n"
@@ -38,7 +38,7 @@ def test_yes_writes_to_accelerates_place_and_says_how_to_use_it(tmp_path: Path) 
     assert result.returncode == 0, result.stderr
     assert yaml.safe_load(path.read_text())["use_cpu"] is True
     assert str(path) in result.stdout and "accelerate launch SCRIPT" in result.stdout
-    assert f"train RECIPE --accelerate-config {quoted(path)}" in result.stdout
+    assert f"train RECIPE --accelerate-config {quote_word(path)}" in result.stdout
     shown = setup(tmp_path, "--show")
     assert shown.returncode == 0 and "runs: " in shown.stdout
 

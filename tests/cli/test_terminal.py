@@ -163,7 +163,7 @@ def test_what_an_encoding_lacks_is_replaced(monkeypatch: pytest.MonkeyPatch, enc
         console({**START, "reasons": ["parallel.strategy: ddp is 1.62 × as fast → chosen"]})
         console({"event": "step", "step": 1, "loss": 2.5, "tokens_per_second": 9_857.0})
         console({"event": "generate", "step": 1, "prompt": "größer…", "text": "日本"})
-        console._progress.during("evaluating", ", 40%", 62.0, True)
+        console._progress.show_operation("evaluating", ", 40%", 62.0, True)
         console.close()
     written = terminal.close_bytes().decode(encoding)
     assert "1.62" in written and "evaluating" in written and "1:02, 40%" in written

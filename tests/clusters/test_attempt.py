@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.commands import all_gone, descendants, environment, started, wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs, column, events
-from trainwright.clusters.job_attempts import MODULE, ending, variables_of_node
+from trainwright.clusters.job_attempts import MODULE, choose_exit_code, remove_process_variables
 
 SLOW = "train.step_policies=['tests.support.slow_steps:SlowSteps']"
 SETTINGS = (ON_ROWS, "data.validation=null", "logging.observers.tensorboard=false", "checkpoint.every=1000", SLOW)
@@ -22,13 +22,13 @@ SETTINGS = (ON_ROWS, "data.validation=null", "logging.observers.tensorboard=fals
     ("code", "ends"), [(0, 0), (2, 2), (3, 3), (4, 4), (1, 1), (5, 5), (75, 75), (137, 5), (139, 5)]
 )
 def test_a_signal_counts_as_a_fault_of_the_machine(code: int, ends: int, tmp_path: Path) -> None:
-    assert ending(tmp_path, 0, code) == ends
+    assert choose_exit_code(tmp_path, 0, code) == ends
 
 
 @pytest.mark.parametrize("name", ["stop.taken", "stop"])  # `stop`: it came when the run was ending for another reason
 def test_a_run_that_was_asked_to_stop_is_done(name: str, tmp_path: Path) -> None:
     (tmp_path / name).touch()
-    assert [ending(tmp_path, 0, code) for code in (75, 5, 4)] == [0, 5, 4]
+    assert [choose_exit_code(tmp_path, 0, code) for code in (75, 5, 4)] == [0, 5, 4]
 
 
 @pytest.mark.parametrize("name", ["stop.taken", "stop"])
@@ -36,25 +36,25 @@ def test_a_stop_of_an_earlier_job_is_not_one_of_this_attempt(name: str, tmp_path
     file = tmp_path / name
     file.touch()
     os.utime(file, (0, 0))
-    assert ending(tmp_path, 0, 75) == 75
+    assert choose_exit_code(tmp_path, 0, 75) == 75
 
 
 def test_attempts_without_a_new_checkpoint_are_bounded_on_each_node(tmp_path: Path) -> None:
-    assert [ending(tmp_path, 0, 5) for _ in range(4)] == [5, 5, 5, 4]
-    assert ending(tmp_path, 1, 75) == 75
+    assert [choose_exit_code(tmp_path, 0, 5) for _ in range(4)] == [5, 5, 5, 4]
+    assert choose_exit_code(tmp_path, 1, 75) == 75
     (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
-    assert ending(tmp_path, 0, 5) == 5
+    assert choose_exit_code(tmp_path, 0, 5) == 5
 
 
 def test_attempts_on_machines_that_share_only_a_place_are_bounded(tmp_path: Path) -> None:
     copies = str(tmp_path / "copies")
-    assert [ending(tmp_path / str(machine) / "run", 0, 5, copies) for machine in range(4)] == [5, 5, 5, 4]
-    assert ending(tmp_path / "4" / "other", 0, 5, copies) == 5
+    assert [choose_exit_code(tmp_path / str(machine) / "run", 0, 5, copies) for machine in range(4)] == [5, 5, 5, 4]
+    assert choose_exit_code(tmp_path / "4" / "other", 0, 5, copies) == 5
 
 
 def test_the_variables_of_an_operators_workers_are_not_passed_on() -> None:
     given = dict.fromkeys(["RANK", "WORLD_SIZE", "MASTER_ADDR", "LOCAL_RANK", "PET_NNODES", "PATH", "HF_HOME"], "1")
-    assert set(variables_of_node(given)) == {"PATH", "HF_HOME"}
+    assert set(remove_process_variables(given)) == {"PATH", "HF_HOME"}
 
 
 def test_a_run_does_not_outlive_its_attempt(tmp_path: Path) -> None:

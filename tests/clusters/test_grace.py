@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.run.shutdown.exit_code import torchrun_warning
+from trainwright.run.shutdown.exit_code import check_torchrun_time
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate launch"])
@@ -12,8 +12,8 @@ def test_torchrun_that_kills_before_the_last_checkpoint_is_warned_of(
     launcher: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
-    warning = str(torchrun_warning(31.0, launcher))
+    warning = str(check_torchrun_time(31.0, launcher))
     assert f"{launcher} kills the processes 30 s after a signal" in warning and "trainwright under" in warning
-    assert torchrun_warning(30.0, launcher) is None and torchrun_warning(31.0, "srun") is None
+    assert check_torchrun_time(30.0, launcher) is None and check_torchrun_time(31.0, "srun") is None
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")
-    assert torchrun_warning(31.0, launcher) is None and "3600 s" in str(torchrun_warning(3601.0, launcher))
+    assert check_torchrun_time(31.0, launcher) is None and "3600 s" in str(check_torchrun_time(3601.0, launcher))

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.support.commands import environment
-from trainwright.data.sources.reading import check_source, iterate_source, location_of, read_rows, source_notes
+from trainwright.data.sources.reading import check_source, iterate_source, list_source_notes, locate_row, read_rows
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.errors import RequestError
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 from trainwright.recipe.sections.data import DataSection
 
 
@@ -30,18 +30,18 @@ def tree(tmp_path: Path) -> Path:
 
 def run(tmp_path: Path, **data: Any) -> PreparedData:
     section = DataSection.model_validate({"validation": None, **data})
-    return prepare(section, bytes_tokenizer(), seed=0, cache=tmp_path / "cache")
+    return prepare(section, build_bytes_tokenizer(), seed=0, cache=tmp_path / "cache")
 
 
 def tokens(text: str) -> list[int]:
-    return [*text.encode(), bytes_tokenizer().eos_token_id]
+    return [*text.encode(), build_bytes_tokenizer().eos_token_id]
 
 
 def test_a_directory_without_rows_is_its_documents_each_whole(tree: Path) -> None:
     expected = [{"text": "# A\n\ntwo paragraphs\n"}, {"text": "def b():\n\n    return 1\n"}]
     assert read_rows(str(tree)).to_list() == check_source(str(tree)) == expected
     assert [row for _, row in iterate_source(str(tree))] == expected
-    assert location_of(str(tree), 1) == f"{tree / 'inner' / 'b.py'}:1"
+    assert locate_row(str(tree), 1) == f"{tree / 'inner' / 'b.py'}:1"
     assert read_rows(str(tree / "inner" / "b.py")).to_list() == expected[1:]
 
 
@@ -51,7 +51,7 @@ def test_a_directory_of_texts_is_its_documents_unless_their_names_tell_splits(tm
     assert read_rows(str(tmp_path)).to_list() == [{"text": "One\n\nTwo\n"}, {"text": "Three\n\nFour\n"}]
     (tmp_path / "a.txt").rename(tmp_path / "train.txt")
     assert read_rows(str(tmp_path)).to_list() == [{"text": "One"}, {"text": "Two"}]
-    assert source_notes(str(tmp_path)) == [
+    assert list_source_notes(str(tmp_path)) == [
         f"{tmp_path}: only the .txt files are read, not b.md; to read another, give its path"
     ]
 
@@ -123,7 +123,7 @@ def test_a_document_that_is_no_text_is_named(tree: Path) -> None:
     (tree / "z.py").write_bytes(b"good\n\xff\xfe\n")
     with pytest.raises(RequestError, match=r"z\.py:2: not UTF-8 text"):
         read_rows(str(tree / "z.py"))
-    assert source_notes(str(tree)) == [
+    assert list_source_notes(str(tree)) == [
         f"{tree / 'empty.py'} is empty and is skipped",
         f"{tree / 'z.py'} is not UTF-8 text (line 2) and is skipped",
     ]
@@ -151,13 +151,13 @@ import json, sys
 from pathlib import Path
 from tests.support.memory import limit
 from trainwright.data.stream.dataset_cache import prepare
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 from trainwright.recipe.sections.data import DataSection
 import datasets, pyarrow.parquet, torch
 
 def run(train, cache):
     section = DataSection(train=train, validation=0.1, max_length=512)
-    return prepare(section, bytes_tokenizer(), seed=0, cache=Path(cache)).train.token_count
+    return prepare(section, build_bytes_tokenizer(), seed=0, cache=Path(cache)).train.token_count
 
 run(sys.argv[1], "small")  # everything is imported, and what the libraries keep they have
 limit(int(sys.argv[3]))

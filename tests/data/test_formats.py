@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from trainwright.data.rows.formats import NoTarget, to_example
-from trainwright.data.rows.layouts import RowLayout, check_format, detect_format, layout_of
-from trainwright.data.sources.reading import with_text_content
+from trainwright.data.rows.layouts import RowLayout, check_format, choose_layout, detect_format
+from trainwright.data.sources.reading import join_text_content
 from trainwright.errors import RequestError
 from trainwright.recipe.sections.data import RowSettings
 
@@ -81,10 +81,10 @@ def test_a_layout_asked_for_needs_its_fields() -> None:
 
 def test_the_layout_asked_for_is_taken_and_auto_is_found() -> None:
     row = {"question": "Q", "answer": "A", "text": "T"}
-    assert layout_of(list(row), [row], RowSettings()) == "question_answer"
-    assert layout_of(list(row), [row], RowSettings("text")) == "text"
+    assert choose_layout(list(row), [row], RowSettings()) == "question_answer"
+    assert choose_layout(list(row), [row], RowSettings("text")) == "text"
     with pytest.raises(RequestError, match=r"data\.format messages needs the field messages"):
-        layout_of(list(row), [row], RowSettings("messages"))
+        choose_layout(list(row), [row], RowSettings("messages"))
 
 
 def test_columns_that_are_not_used() -> None:
@@ -198,8 +198,8 @@ def test_lists_of_text_parts_become_text_where_turns_are() -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     image = [{"type": "image"}]
     row = {"messages": [USER, {**BOT, "content": parts}], "tags": [{"content": parts}], "n": 1}
-    assert with_text_content(row) == {**row, "messages": PAIR}
-    assert with_text_content({"messages": [{"role": "user", "content": image}]})["messages"][0]["content"] == image
-    assert with_text_content({"conversations": [{"from": "gpt", "value": parts}, "odd"]}) == {
+    assert join_text_content(row) == {**row, "messages": PAIR}
+    assert join_text_content({"messages": [{"role": "user", "content": image}]})["messages"][0]["content"] == image
+    assert join_text_content({"conversations": [{"from": "gpt", "value": parts}, "odd"]}) == {
         "conversations": [{"from": "gpt", "value": "Hello"}, "odd"]
     }

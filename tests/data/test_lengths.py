@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.data.tokens.lengths import Lengths, estimate, lengths_of, recall, remember
+from trainwright.data.tokens.lengths import Lengths, count_lengths, estimate, recall_lengths, remember_lengths
 from trainwright.data.tokens.packing import best_fit_decreasing
 from trainwright.recipe.schema import DataSection
 from trainwright.recipe.sections.model import ModelSection
@@ -19,7 +19,7 @@ def dataset(lengths: list[int]) -> TokenDataset:
 
 
 def test_lengths_of_a_tokenized_source_are_counted() -> None:
-    lengths = lengths_of(dataset([4, 10, 2, 8]))
+    lengths = count_lengths(dataset([4, 10, 2, 8]))
     assert lengths == Lengths((2, 4, 8, 10), examples=4, target_fraction=0.5, max_target_fraction=0.5)
     assert (lengths.mean, lengths.longest) == (6.0, 10)
 
@@ -27,14 +27,14 @@ def test_lengths_of_a_tokenized_source_are_counted() -> None:
 def test_targets_of_the_longest_examples_are_counted() -> None:
     """Of 300 examples, each with a prompt of ten tokens; memory is that of the longest ones."""
     examples = [([1] * n, [False] * 10 + [True] * (n - 10)) for n in (*[20] * 236, *[100] * 64)]
-    lengths = lengths_of(TokenDataset.from_examples(examples, "x"))
+    lengths = count_lengths(TokenDataset.from_examples(examples, "x"))
     assert lengths.target_fraction == pytest.approx((236 * 10 + 64 * 90) / (236 * 20 + 64 * 100))
     assert lengths.max_target_fraction == pytest.approx(0.9)
 
 
 @pytest.mark.slow
 def test_many_examples_are_kept_as_equally_spaced_quantiles() -> None:
-    lengths = lengths_of(dataset([2 * n + 2 for n in range(5000)]))
+    lengths = count_lengths(dataset([2 * n + 2 for n in range(5000)]))
     assert len(lengths.quantiles) == 1024
     assert (lengths.quantiles[0], lengths.longest) == (2, 10_000)
     assert lengths.mean == pytest.approx(5001, rel=1e-3)
@@ -61,25 +61,25 @@ def test_a_source_is_remembered_until_it_changes(tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text(json.dumps({"text": "some text"}))
     data = DataSection(train=str(source))
-    assert recall(MODEL, data, 0, tmp_path) is None
-    remember(MODEL, data, 0, dataset([4, 6]), tmp_path)
-    found = recall(MODEL, data, 0, tmp_path)
+    assert recall_lengths(MODEL, data, 0, tmp_path) is None
+    remember_lengths(MODEL, data, 0, dataset([4, 6]), tmp_path)
+    found = recall_lengths(MODEL, data, 0, tmp_path)
     assert found is not None and found.quantiles == (4, 6) and found.exact
     other = MODEL.model_copy(update={"tokenizer": "elsewhere"})
-    assert recall(other, data, 0, tmp_path) is None
-    assert recall(MODEL, data.model_copy(update={"max_length": 64}), 0, tmp_path) is None
+    assert recall_lengths(other, data, 0, tmp_path) is None
+    assert recall_lengths(MODEL, data.model_copy(update={"max_length": 64}), 0, tmp_path) is None
     source.write_text(json.dumps({"text": "another, longer text"}))
-    assert recall(MODEL, data, 0, tmp_path) is None
+    assert recall_lengths(MODEL, data, 0, tmp_path) is None
 
 
 def test_a_damaged_memory_is_none(tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text(json.dumps({"text": "some text"}))
     data = DataSection(train=str(source))
-    remember(MODEL, data, 0, dataset([4, 6]), tmp_path)
+    remember_lengths(MODEL, data, 0, dataset([4, 6]), tmp_path)
     (kept,) = (tmp_path / "datasets" / "lengths").iterdir()
     kept.write_text("{")
-    assert recall(MODEL, data, 0, tmp_path) is None
+    assert recall_lengths(MODEL, data, 0, tmp_path) is None
 
 
 def test_estimates_count_text_and_not_roles() -> None:

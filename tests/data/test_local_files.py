@@ -19,12 +19,12 @@ from datasets import Dataset, DatasetDict
 
 from trainwright.data.check import check_data
 from trainwright.data.rows.preparing import SplitSettings, prepare_raw
-from trainwright.data.rows.texts import pieces
+from trainwright.data.rows.texts import iterate_pieces
 from trainwright.data.sources import row_files
-from trainwright.data.sources.reading import check_source, iterate_source, location_of, read_rows, source_notes
+from trainwright.data.sources.reading import check_source, iterate_source, list_source_notes, locate_row, read_rows
 from trainwright.data.stream.dataset_cache import prepare
 from trainwright.errors import RequestError
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.data import DataSection, SourceSection
 
@@ -100,7 +100,7 @@ def test_splits_are_read_by_their_names_and_the_others_are_told(tmp_path: Path, 
         assert questions(f"{tmp_path}/d:{split}") == names(split)
     assert questions(tmp_path / "d") == names("train")
     assert [row["question"] for row in read_rows(f"{tmp_path}/d", key="data.validation")] == names("validation")
-    (note,) = source_notes(f"{tmp_path}/d")
+    (note,) = list_source_notes(f"{tmp_path}/d")
     assert note.startswith(f"the split train of {tmp_path}/d is read; others are")
     assert f"{tmp_path}/d:test" in note and f"{tmp_path}/d:validation" in note
     with pytest.raises(
@@ -118,11 +118,13 @@ def test_a_saved_dataset_is_read_trained_on_and_known_by_its_content(tmp_path: P
 
     save("a")
     assert questions(tmp_path / "d") == [row["question"] for row in rows("a", 40)]
-    assert location_of(str(tmp_path / "d"), 21) == f"{tmp_path}/d/data-00001-of-00002.arrow: row 2"
+    assert locate_row(str(tmp_path / "d"), 21) == f"{tmp_path}/d/data-00001-of-00002.arrow: row 2"
     assert len(read_rows(str(tmp_path / "d"), limit=25)) == 25
 
     def prepared() -> Any:
-        return prepare(DataSection(train=str(tmp_path / "d")), bytes_tokenizer(), seed=0, cache=tmp_path / "cache")
+        return prepare(
+            DataSection(train=str(tmp_path / "d")), build_bytes_tokenizer(), seed=0, cache=tmp_path / "cache"
+        )
 
     first = prepared()
     assert first.train.report["rows"] == 40 and first.train.report["format"] == "question_answer"
@@ -225,13 +227,13 @@ def test_a_file_of_several_that_cannot_be_read_is_left_out_by_name(tmp_path: Pat
     for name, (content, _) in BAD.items():
         write(tmp_path / name, content)
     assert questions(tmp_path) == names("a") + names("f")
-    assert location_of(str(tmp_path), 4) == f"{tmp_path}/f.jsonl:2"
-    notes = source_notes(str(tmp_path))
+    assert locate_row(str(tmp_path), 4) == f"{tmp_path}/f.jsonl:2"
+    notes = list_source_notes(str(tmp_path))
     assert len(notes) == len(BAD)
     for note, (name, (_, why)) in zip(notes, BAD.items(), strict=True):
         assert note.startswith(f"{tmp_path}/{name} {why}") and note.endswith(" and is skipped")
     data = DataSection(train=str(tmp_path), validation=None)
-    prepared = prepare(data, bytes_tokenizer(), seed=0, cache=tmp_path / "cache")
+    prepared = prepare(data, build_bytes_tokenizer(), seed=0, cache=tmp_path / "cache")
     assert set(notes) <= {line.partition(": ")[2] for line in prepared.summary}
     for name in ("a.jsonl", "f.jsonl"):
         (tmp_path / name).unlink()
@@ -246,7 +248,7 @@ def test_a_damaged_file_of_a_corpus_is_left_out_by_name(tmp_path: Path) -> None:
     write(tmp_path / "c.py", b"\x7fELF\0\0")
     write(tmp_path / "d.py", "three")
     notes: list[str] = []
-    found = [piece.text for piece in pieces(SourceSection(source=str(tmp_path)), "data.train", notes)]
+    found = [piece.text for piece in iterate_pieces(SourceSection(source=str(tmp_path)), "data.train", notes)]
     assert found == ["one", "three"]
     assert notes == [
         f"{tmp_path}/b.py is not UTF-8 text (line 1) and is skipped",
@@ -258,7 +260,7 @@ def test_a_damaged_file_of_a_corpus_is_left_out_by_name(tmp_path: Path) -> None:
 def test_many_files_that_are_left_out_are_counted(tmp_path: Path) -> None:
     for number in range(9):
         write(tmp_path / f"{number}.py", "" if number else "one")
-    assert source_notes(str(tmp_path))[-2:] == [
+    assert list_source_notes(str(tmp_path))[-2:] == [
         f"{tmp_path}/4.py is empty and is skipped",
         f"{tmp_path}/5.py is empty and is skipped, and so are 3 more",
     ]
@@ -270,7 +272,7 @@ def test_damaged_parquet_among_others_is_left_out(tmp_path: Path) -> None:
     whole = write(tmp_path / "b.parquet", rows("b")).read_bytes()
     write(tmp_path / "b.parquet", whole[: len(whole) // 2])
     assert questions(tmp_path) == names("a")
-    assert source_notes(str(tmp_path)) == [f"{tmp_path}/b.parquet is not a complete Parquet file and is skipped"]
+    assert list_source_notes(str(tmp_path)) == [f"{tmp_path}/b.parquet is not a complete Parquet file and is skipped"]
 
 
 def zstd(data: bytes) -> bytes:
@@ -284,10 +286,10 @@ def zstd(data: bytes) -> bytes:
 def test_compressed_files_are_read(tmp_path: Path, suffix: str, compress: Callable[[bytes], bytes]) -> None:
     file = write(tmp_path / f"a.jsonl{suffix}", compress(lines(rows("a")).encode()))
     assert questions(file) == names("a")
-    assert location_of(str(file), 1) == f"{file}:2"
+    assert locate_row(str(file), 1) == f"{file}:2"
     assert questions(write(tmp_path / f"a.json{suffix}", compress(json.dumps(rows("a")).encode()))) == names("a")
     text = write(tmp_path / f"a.txt{suffix}", compress(b"One\n\nTwo\n"))
-    assert [piece.text for piece in pieces(SourceSection(source=str(text)), "data.train")] == ["One\n\nTwo\n"]
+    assert [piece.text for piece in iterate_pieces(SourceSection(source=str(text)), "data.train")] == ["One\n\nTwo\n"]
     assert read_rows(str(text))["text"][:] == ["One", "Two"]
 
 

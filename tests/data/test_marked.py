@@ -12,10 +12,10 @@ from tests.support.runs import Runs, column
 from trainwright.data.rows.marked import ANY_EXAMPLES, MarkedEncoder
 from trainwright.data.stream.dataset_cache import prepare
 from trainwright.errors import RequestError
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 from trainwright.recipe.sections.data import DataSection, RowSettings
 
-TOKENIZER = bytes_tokenizer()
+TOKENIZER = build_bytes_tokenizer()
 SHORT = ("data.validation=null", "train.max_steps=4", "train.global_batch_size=4")
 SEGMENTS = [{"text": "<s>Hi ", "label": True}, {"text": "you", "label": False}, {"text": "!</s>", "label": True}]
 

@@ -9,11 +9,11 @@ import pytest
 
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stream import Stream, StreamSettings
-from trainwright.data.tokens.dataset import MixturePart, drawn, parts_of, shares
-from trainwright.data.tokens.lengths import lengths_of
+from trainwright.data.tokens.dataset import MixturePart, compute_shares, divide_epoch, draw_examples
+from trainwright.data.tokens.lengths import count_lengths
 from trainwright.errors import RequestError
-from trainwright.models.tokenization import bytes_tokenizer
-from trainwright.recipe.loading import recipe_of
+from trainwright.models.tokenization import build_bytes_tokenizer
+from trainwright.recipe.loading import build_recipe
 from trainwright.recipe.sections.data import DataSection
 
 
@@ -25,11 +25,11 @@ def source(path: Path, count: int, text: str = "") -> str:
 
 def run(tmp_path: Path, *sources: dict[str, Any], seed: int = 0, **data: Any) -> PreparedData:
     section = DataSection.model_validate({"train": list(sources), "validation": None, **data})
-    return prepare(section, bytes_tokenizer(), seed=seed, cache=tmp_path / "cache")
+    return prepare(section, build_bytes_tokenizer(), seed=seed, cache=tmp_path / "cache")
 
 
 def names(found: PreparedData, examples: list[int]) -> list[str]:
-    texts = [bytes_tokenizer().decode(found.train.sequence(i)[0]) for i in examples]
+    texts = [build_bytes_tokenizer().decode(found.train.sequence(i)[0]) for i in examples]
     return [text.split("user\n")[1].split("?")[0] for text in texts]
 
 
@@ -49,25 +49,25 @@ def stream(found: PreparedData, size: int = 8, **options: Any) -> Stream:
     ],
 )
 def test_shares_are_the_weights_and_add_up(total: int, weights: list[float], expected: list[int]) -> None:
-    assert shares(total, weights) == expected
+    assert compute_shares(total, weights) == expected
 
 
 def test_every_epoch_has_the_shares_and_no_example_is_seen_twice_more_than_another() -> None:
-    parts = parts_of([30, 7, 63], [1, 1, 2])
+    parts = divide_epoch([30, 7, 63], [1, 1, 2])
     assert [part.drawn for part in parts] == [25, 25, 50]
     seen: Counter[int] = Counter()
     for epoch in range(9):
-        examples = drawn(parts, epoch, "key")
+        examples = draw_examples(parts, epoch, "key")
         of_parts = [((examples >= begin) & (examples < end)).sum() for begin, end in ((0, 30), (30, 37), (37, 100))]
         assert of_parts == [25, 25, 50]
         seen.update(examples.tolist())
         for begin, end in ((0, 30), (30, 37), (37, 100)):
             counts = [seen[i] for i in range(begin, end)]
             assert max(counts) - min(counts) <= 1
-    assert drawn(parts, 4, "key").tolist() == drawn(parts, 4, "key").tolist()
-    assert drawn(parts, 4, "key").tolist() != drawn(parts, 4, "other").tolist()
+    assert draw_examples(parts, 4, "key").tolist() == draw_examples(parts, 4, "key").tolist()
+    assert draw_examples(parts, 4, "key").tolist() != draw_examples(parts, 4, "other").tolist()
     three = (MixturePart(3, 3),)
-    assert drawn(three, 0, "k").tolist() != [] and sorted(drawn(three, 5, "k").tolist()) == [0, 1, 2]
+    assert draw_examples(three, 0, "k").tolist() != [] and sorted(draw_examples(three, 5, "k").tolist()) == [0, 1, 2]
 
 
 @pytest.mark.slow
@@ -88,7 +88,11 @@ def test_a_run_sees_the_sources_by_their_weights_whatever_divides_it(tmp_path: P
     batch = one.global_batch(4)
     for size in (1, 2, 3, 8):
         dealt = [
-            i for rank in range(size) for micro in batch.for_rank(rank, size) if micro.weight for i in micro.examples
+            i
+            for rank in range(size)
+            for micro in batch.select_for_rank(rank, size)
+            if micro.weight
+            for i in micro.examples
         ]
         assert Counter(dealt) == Counter(one.examples(4))
     assert one.seen() == list(range(80))
@@ -117,7 +121,7 @@ def test_each_source_gives_rows_to_validate_on(tmp_path: Path, validation: float
     parts = ({"source": source(tmp_path / "a.jsonl", 60)}, {"source": source(tmp_path / "b.jsonl", 20), "weight": 3})
     found = run(tmp_path, *parts, validation=validation)
     assert found.validation is not None and found.validation.mixture is None
-    texts = [bytes_tokenizer().decode(found.validation.sequence(i)[0]) for i in range(len(found.validation))]
+    texts = [build_bytes_tokenizer().decode(found.validation.sequence(i)[0]) for i in range(len(found.validation))]
     assert (sum("a " in text for text in texts), sum("b " in text for text in texts)) == of_each
     named = [f"{'ab'[part]} {number}?" for part, number in found.held_out().tolist()]
     assert [text.split("user\n")[1].split("<")[0] for text in texts] == named
@@ -143,8 +147,8 @@ def test_texts_and_conversations_in_one_mixture(tmp_path: Path) -> None:
 
 def test_lengths_are_those_of_what_is_drawn(tmp_path: Path) -> None:
     short, long = source(tmp_path / "a.jsonl", 50, "x"), source(tmp_path / "b.jsonl", 50, "y" * 300)
-    heavy = lengths_of(run(tmp_path, {"source": short}, {"source": long, "weight": 9}).train)
-    light = lengths_of(run(tmp_path, {"source": short, "weight": 9}, {"source": long}).train)
+    heavy = count_lengths(run(tmp_path, {"source": short}, {"source": long, "weight": 9}).train)
+    light = count_lengths(run(tmp_path, {"source": short, "weight": 9}, {"source": long}).train)
     assert heavy.examples == light.examples == 100
     assert heavy.mean == pytest.approx(0.1 * light.quantiles[0] + 0.9 * heavy.longest, rel=0.05)
     assert heavy.mean > 3 * light.mean
@@ -164,7 +168,7 @@ def test_sources_put_after_one_another_are_each_used_once_in_an_epoch(tmp_path: 
     found = run(tmp_path, *sources, mixing="concatenate")
     assert [(part.examples, part.drawn) for part in found.train.mixture or ()] == [(30, 30), (7, 7)]
     for epoch in range(3):
-        seen = drawn(found.train.mixture or (), epoch, "key")
+        seen = draw_examples(found.train.mixture or (), epoch, "key")
         assert sorted(seen.tolist()) == list(range(37))
     held = run(tmp_path, *sources, mixing="concatenate", validation=10)
     assert [part.examples for part in held.train.mixture or ()] == [22, 5]
@@ -173,7 +177,7 @@ def test_sources_put_after_one_another_are_each_used_once_in_an_epoch(tmp_path: 
 @pytest.mark.parametrize("sizes", [[3, 1], [7, 11, 13], [10**9 + 7, 1], [1, 2**40 + 1, 3]])
 def test_shares_by_size_are_the_sizes_exactly(sizes: list[int]) -> None:
     data = DataSection.model_validate({"train": [{"source": f"{n}"} for n in sizes], "mixing": "concatenate"})
-    assert [part.drawn for part in parts_of(sizes, data.weights(sizes))] == sizes
+    assert [part.drawn for part in divide_epoch(sizes, data.weights(sizes))] == sizes
 
 
 def test_a_temperature_makes_small_sources_larger(tmp_path: Path) -> None:
@@ -193,5 +197,5 @@ def test_a_temperature_makes_small_sources_larger(tmp_path: Path) -> None:
 )
 def test_a_mixing_that_has_no_meaning_is_refused(data: str, said: str) -> None:
     with pytest.raises(RequestError) as refused:
-        recipe_of(["task=sft", "model.name=some/model", f"data={data}"], "test")
+        build_recipe(["task=sft", "model.name=some/model", f"data={data}"], "test")
     assert said in str(refused.value)

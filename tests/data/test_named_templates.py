@@ -7,7 +7,7 @@ from tokenizers.processors import TemplateProcessing
 
 from tests.data.test_templates import byte_level
 from trainwright.data.rows.chat_encoding import ChatEncoder
-from trainwright.data.rows.chat_templates import named_template, set_template, template_names, template_of
+from trainwright.data.rows.chat_templates import list_templates, read_template, resolve_template, set_template
 
 SYSTEM = [{"role": "system", "content": "Be brief."}]
 TURNS = [
@@ -97,7 +97,7 @@ WRITTEN: dict[str, tuple[str, str | None]] = {
 
 @pytest.mark.parametrize("name", sorted(WRITTEN))
 def test_a_template_writes_the_turns_of_its_family_and_answers_are_the_targets(name: str) -> None:
-    tokenizer = byte_level(MARKS, template_of(name), bos_token="<s>", eos_token="</s>")
+    tokenizer = byte_level(MARKS, resolve_template(name), bos_token="<s>", eos_token="</s>")
     bare, with_system = WRITTEN[name]
     assert tokenizer.apply_chat_template(TURNS, tokenize=False) == bare
     encoder = ChatEncoder(tokenizer)
@@ -119,10 +119,10 @@ def test_a_template_writes_the_turns_of_its_family_and_answers_are_the_targets(n
 def test_every_template_is_tested_and_described() -> None:
     from trainwright.recipe.sections.model import ModelSection
 
-    assert sorted(WRITTEN) == template_names()
+    assert sorted(WRITTEN) == list_templates()
     described = ModelSection.model_fields["chat_template"].description or ""
-    assert all(name in described for name in template_names())
-    assert named_template("chatml") == template_of("chatml")
+    assert all(name in described for name in list_templates())
+    assert read_template("chatml") == resolve_template("chatml")
 
 
 @pytest.mark.parametrize("name", ["alpaca", "plain", "vicuna", "chatml"])
@@ -139,7 +139,7 @@ def test_formats_of_texts_begin_as_texts_of_the_tokenizer_do(name: str) -> None:
 
 
 def test_alpaca_with_an_input_says_so() -> None:
-    tokenizer = byte_level(MARKS, template_of("alpaca"), bos_token="<s>", eos_token="</s>")
+    tokenizer = byte_level(MARKS, resolve_template("alpaca"), bos_token="<s>", eos_token="</s>")
     turns = [{"role": "user", "content": "Add.\n\n### Input:\n1 and 2"}, {"role": "assistant", "content": "3"}]
     assert tokenizer.apply_chat_template(turns, tokenize=False) == (
         "Below is an instruction that describes a task, paired with an input that provides further context. Write a "

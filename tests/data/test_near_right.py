@@ -12,11 +12,11 @@ import pytest
 from trainwright.data.check import check_rows
 from trainwright.data.rows.formats import EXAMPLES
 from trainwright.data.rows.pairs import ANY, PAIRS
-from trainwright.data.rows.texts import pieces
+from trainwright.data.rows.texts import iterate_pieces
 from trainwright.data.stream.dataset_cache import prepare
 from trainwright.errors import RequestError
 from trainwright.inference.evaluation.rows import read
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 from trainwright.recipe.sections.data import DataSection, RowSettings, SourceSection
 
 USER, BOT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -201,7 +201,7 @@ def test_training_says_what_is_read_as_what_and_what_is_not_used(tmp_path: Path)
     rows = [{"query": f"Q{n}", "response": "A", "topic": "t"} for n in range(40)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = DataSection(train=str(tmp_path / "a.jsonl"), max_length=64)
-    said = "\n".join(prepare(data, bytes_tokenizer(), seed=0, cache=tmp_path / "cache").summary)
+    said = "\n".join(prepare(data, build_bytes_tokenizer(), seed=0, cache=tmp_path / "cache").summary)
     assert "question_answer (detected from the first rows; query as question, response as answer)" in said
     assert "not used: the column topic; data.columns reads a column as a field" in said
 
@@ -212,7 +212,10 @@ def test_a_check_names_columns_that_only_later_rows_have(tmp_path: Path) -> None
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     notes = check_rows(str(tmp_path / "a.jsonl"), EXAMPLES, RowSettings(), key="data check").notes
     said = prepare(
-        DataSection(train=str(tmp_path / "a.jsonl"), max_length=64), bytes_tokenizer(), seed=0, cache=tmp_path / "cache"
+        DataSection(train=str(tmp_path / "a.jsonl"), max_length=64),
+        build_bytes_tokenizer(),
+        seed=0,
+        cache=tmp_path / "cache",
     ).summary
     assert notes == [
         "read: context as input",
@@ -225,7 +228,7 @@ def test_pretraining_says_which_columns_are_not_used(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"content": "A text.", "url": "u"}) + "\n")
     notes: list[str] = []
     source = SourceSection(source=str(tmp_path / "a.jsonl"))
-    assert [piece.text for piece in pieces(source, "data.train", notes)] == ["A text."]
+    assert [piece.text for piece in iterate_pieces(source, "data.train", notes)] == ["A text."]
     assert [note.partition(": ")[2] for note in notes] == ["content as text", "not used: the column url"]
 
 

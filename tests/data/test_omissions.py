@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.data.test_templates import CHATML, DEEPSEEK, IM, LLAMA_3, QWEN_3, byte_level, said
 from trainwright.data.check import EncodingCheck, check_rows
 from trainwright.data.rows.chat_encoding import ChatEncoder
-from trainwright.data.rows.chat_templates import arguments_in, with_defaults
+from trainwright.data.rows.chat_templates import list_arguments, set_defaults
 from trainwright.data.rows.formats import EXAMPLES, to_example
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.tokens.dataset import TokenDataset
@@ -99,9 +99,9 @@ def test_reasoning_of_earlier_turns_is_kept_by_one_example_per_turn(tmp_path: Pa
 def test_an_argument_of_the_template_that_keeps_reasoning_is_found() -> None:
     encoder = ChatEncoder(qwen(KEEPING))
     encoder.encode([[USER, THOUGHT, AGAIN, LATER]], [set()])
-    assert "model.template_arguments.keep_thinking=true" in encoder.ways()
-    assert arguments_in(KEEPING) == ["keep_thinking"]
-    kept = qwen(with_defaults(KEEPING, {"keep_thinking": True}))
+    assert "model.template_arguments.keep_thinking=true" in encoder.list_remedies()
+    assert list_arguments(KEEPING) == ["keep_thinking"]
+    kept = qwen(set_defaults(KEEPING, {"keep_thinking": True}))
     assert not remarks(kept, USER, THOUGHT, AGAIN, LATER)
     assert said(kept, [USER, THOUGHT, AGAIN, LATER])[0] == THOUGHT["content"] + "<|im_end|>"
 

@@ -15,7 +15,7 @@ from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stream import Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 from trainwright.recipe.schema import DataSection
 from trainwright.recipe.sections.data import RowSettings
 
@@ -132,12 +132,12 @@ def prepared(tmp_path: Path, rows: list[dict[str, Any]], **settings: Any) -> Pre
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = DataSection(train=str(file), **{"max_length": 64, "validation": None, **settings})
-    return prepare(data, bytes_tokenizer(), ANSWERS, seed=0, cache=tmp_path / "cache")
+    return prepare(data, build_bytes_tokenizer(), ANSWERS, seed=0, cache=tmp_path / "cache")
 
 
 def targets(dataset: TokenDataset, sequence: int) -> str:
     tokens, flags = dataset.sequence(sequence)
-    return str(bytes_tokenizer().decode(tokens[flags]))
+    return str(build_bytes_tokenizer().decode(tokens[flags]))
 
 
 def test_a_pair_is_one_example_of_two_documents(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_pair_is_one_example_of_two_documents(tmp_path: Path) -> None:
         sequences = data.sequences(example)
         assert [data.role(d) for d in sequences] == [CHOSEN, REJECTED]
         # The answer and its stop token, and nothing of what comes before.
-        end = bytes_tokenizer().eos_token
+        end = build_bytes_tokenizer().eos_token
         assert [targets(data, d) for d in sequences] == [f"yes {example}{end}", f"no {example}{end}"]
         assert data.length(example) == sum(data.sequence_length(d) for d in sequences)
     assert data.report["format"] == "preference" and data.report["rows"] == 5
@@ -227,7 +227,7 @@ def test_both_sides_of_a_pair_are_in_one_micro_batch(tmp_path: Path, pack: int |
             if pack is None:
                 assert len(tensors.input_ids) == 2 * len(micro.examples)
             ids = tensors.targets.split(tensors.target_counts)
-            assert [str(bytes_tokenizer().decode(part)) for part in ids] == [
+            assert [str(build_bytes_tokenizer().decode(part)) for part in ids] == [
                 targets(data, d) for d in tensors.sequences
             ]
             seen += micro.examples
@@ -238,7 +238,7 @@ def test_sums_by_document_are_those_of_each(tmp_path: Path) -> None:
     data = prepared(tmp_path, [pair(n, chosen="y" * n) for n in range(4)]).train
     everything = Stream(data, StreamSettings(global_batch_size=4, seed=0, rows=4, pack_length=512)).global_batch(0)
     batch = collate(data, everything.micro_batches[0], packed=True, pad_token_id=0)
-    sums = batch.by_sequence(batch.targets.float())
+    sums = batch.sum_by_sequence(batch.targets.float())
     assert sums.tolist() == [float(data.sequence(d)[0][data.sequence(d)[1]].sum()) for d in batch.sequences]
 
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.errors import MachineError, RequestError
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 from trainwright.recipe.schema import DataSection
 
 ROWS = [{"question": f"What is {i}?", "answer": f"It is {i}, and {i * i} is its square."} for i in range(40)]
@@ -28,11 +28,11 @@ def source(path: Path, rows: list[Any]) -> str:
 def run(tmp_path: Path, *, seed: int = 0, model_max_length: int | None = None, **data: Any) -> PreparedData:
     section = DataSection(**data)
     cache = tmp_path / "cache"
-    return prepare(section, bytes_tokenizer(), seed=seed, cache=cache, model_max_length=model_max_length)
+    return prepare(section, build_bytes_tokenizer(), seed=seed, cache=cache, model_max_length=model_max_length)
 
 
 def texts(dataset: Any) -> list[str]:
-    return [bytes_tokenizer().decode(dataset.sequence(i)[0]) for i in range(len(dataset))]
+    return [build_bytes_tokenizer().decode(dataset.sequence(i)[0]) for i in range(len(dataset))]
 
 
 def test_rows_become_tokens_and_targets(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_rows_become_tokens_and_targets(tmp_path: Path) -> None:
     assert found.validation is None
     assert len(found.train) == 40
     ids, targets = found.train.sequence(3)
-    tokenizer = bytes_tokenizer()
+    tokenizer = build_bytes_tokenizer()
     assert tokenizer.decode(ids) == (
         "<|im_start|>user\nWhat is 3?<|im_end|>\n<|im_start|>assistant\nIt is 3, and 9 is its square.<|im_end|>\n"
     )
@@ -168,7 +168,7 @@ def test_turns_that_are_left_out_are_counted(tmp_path: Path) -> None:
     first, second, third = texts(found.train)
     assert first == second == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
     ids, targets = found.train.sequence(2)
-    assert third.count("<|im_start|>") == 4 and bytes_tokenizer().decode(ids[targets]) == "Hello<|im_end|>"
+    assert third.count("<|im_start|>") == 4 and build_bytes_tokenizer().decode(ids[targets]) == "Hello<|im_end|>"
     assert found.summary[2:4] == [
         "train: 1 row begins with assistant turns, which are removed up to the first user turn",
         "train: 1 row has an empty assistant turn among others; it is not trained on",
@@ -215,10 +215,10 @@ def test_a_second_run_reads_nothing(tmp_path: Path) -> None:
     first = run(tmp_path, train=name)
     code = (
         "import sys; from pathlib import Path; from trainwright.data.stream.dataset_cache import prepare\n"
-        "from trainwright.models.tokenization import bytes_tokenizer\n"
+        "from trainwright.models.tokenization import build_bytes_tokenizer\n"
         "from trainwright.recipe.schema import DataSection\n"
         "opened = []; sys.addaudithook(lambda event, args: event == 'open' and opened.append(args[0]))\n"
-        f"found = prepare(DataSection(train={name!r}), bytes_tokenizer(), seed=0, "
+        f"found = prepare(DataSection(train={name!r}), build_bytes_tokenizer(), seed=0, "
         f"cache=Path({str(tmp_path / 'cache')!r}))\n"
         "assert 'datasets' not in sys.modules\n"
         f"assert {name!r} not in map(str, opened)\n"
@@ -238,7 +238,7 @@ def test_what_changes_the_tokens_changes_the_cache(tmp_path: Path) -> None:
     os.utime(name, (1, 1))  # the same content with another time
     assert run(tmp_path, train=name).directory == directory
     assert run(tmp_path, train=name, max_length=50).directory != directory
-    tokenizer = bytes_tokenizer()
+    tokenizer = build_bytes_tokenizer()
     tokenizer.chat_template = tokenizer.chat_template.replace("im_end|>' + '\n'", "im_end|>'")
     changed = prepare(DataSection(train=name), tokenizer, seed=0, cache=tmp_path / "cache")
     assert changed.directory != directory
@@ -270,9 +270,9 @@ def test_one_process_builds_and_the_others_wait(tmp_path: Path) -> None:
     name = source(tmp_path / "a.jsonl", ROWS * 50)
     code = (
         "from pathlib import Path; from trainwright.data.stream.dataset_cache import prepare\n"
-        "from trainwright.models.tokenization import bytes_tokenizer\n"
+        "from trainwright.models.tokenization import build_bytes_tokenizer\n"
         "from trainwright.recipe.schema import DataSection\n"
-        f"found = prepare(DataSection(train={name!r}), bytes_tokenizer(), seed=0, "
+        f"found = prepare(DataSection(train={name!r}), build_bytes_tokenizer(), seed=0, "
         f"cache=Path({str(tmp_path / 'cache')!r}))\n"
         "print(found.train.fingerprint, found.summary[-1])"
     )
@@ -324,7 +324,7 @@ def test_a_wrong_row_is_named_by_its_file_and_line(tmp_path: Path) -> None:
 
 def test_a_conversation_that_the_template_refuses_is_named_by_its_file_and_line(tmp_path: Path) -> None:
     name = source(tmp_path / "a.jsonl", [{"question": "Q", "answer": ""}, *ROWS[:3], {"question": "no", "answer": "A"}])
-    tokenizer = bytes_tokenizer()
+    tokenizer = build_bytes_tokenizer()
     tokenizer.chat_template = (
         "{% if messages[0]['content'] == 'no' %}{{ raise_exception('not this') }}{% endif %}" + tokenizer.chat_template
     )
@@ -358,7 +358,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 def test_a_tokenizer_without_a_template_gets_one_and_keeps_it(tmp_path: Path) -> None:
     name = source(tmp_path / "a.jsonl", ROWS)
     for _ in range(2):  # made now, and reused
-        tokenizer = bytes_tokenizer()
+        tokenizer = build_bytes_tokenizer()
         tokenizer.chat_template = None
         found = prepare(DataSection(train=name), tokenizer, seed=0, cache=tmp_path / "cache")
         assert tokenizer.chat_template is not None

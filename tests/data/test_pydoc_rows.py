@@ -3,11 +3,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from trainwright.data.sources.pydoc_rows import LONGEST_ANSWER, SHORTEST_ANSWER, pydoc_key, pydoc_rows
+from trainwright.data.sources.pydoc_rows import LONGEST_ANSWER, SHORTEST_ANSWER, build_pydoc_key, build_pydoc_rows
 
 
 def test_some_four_thousand_questions_with_clean_answers() -> None:
-    rows = pydoc_rows()
+    rows = build_pydoc_rows()
     assert 3500 <= len(rows) <= 6000
     for row in rows:
         question, answer = row["question"], row["answer"]
@@ -21,13 +21,13 @@ def test_some_four_thousand_questions_with_clean_answers() -> None:
 
 
 def test_the_beginning_is_varied() -> None:
-    first = pydoc_rows()[:100]
+    first = build_pydoc_rows()[:100]
     assert len({row["question"].split("`")[1].split(".")[0] for row in first if "`" in row["question"]}) >= 25
     assert len({row["question"].split("`")[0] for row in first}) >= 6
 
 
 def test_well_known_things_are_explained() -> None:
-    rows = {row["question"]: row["answer"] for row in pydoc_rows()}
+    rows = {row["question"]: row["answer"] for row in build_pydoc_rows()}
     by_name = {question.split("`")[1]: answer for question, answer in rows.items() if "`" in question}
     assert by_name["os.path.join"].startswith("Join two or more pathname components")
     assert {"len", "str.join", "itertools.chain", "os.getpid", "asyncio.Queue"} <= by_name.keys()
@@ -38,8 +38,8 @@ def test_the_same_in_every_process_and_whatever_was_imported_or_set() -> None:
     code = (
         "import json, os\n"
         "json.dumps.__doc__ = 'patched, and long enough to be taken for an answer'\n"
-        "from trainwright.data.sources.pydoc_rows import pydoc_rows\n"
-        "import hashlib; print(hashlib.sha256(repr(pydoc_rows()).encode()).hexdigest())"
+        "from trainwright.data.sources.pydoc_rows import build_pydoc_rows\n"
+        "import hashlib; print(hashlib.sha256(repr(build_pydoc_rows()).encode()).hexdigest())"
     )
     digests = set()
     for flags in ([], ["-OO"]):
@@ -51,13 +51,13 @@ def test_the_same_in_every_process_and_whatever_was_imported_or_set() -> None:
 
 def test_nothing_is_imported_here() -> None:
     code = (
-        "import sys; from trainwright.data.sources.pydoc_rows import pydoc_rows\n"
-        "before = set(sys.modules); pydoc_rows()\n"
+        "import sys; from trainwright.data.sources.pydoc_rows import build_pydoc_rows\n"
+        "before = set(sys.modules); build_pydoc_rows()\n"
         "assert set(sys.modules) - before <= {'_posixsubprocess'}, set(sys.modules) - before"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_key_is_the_interpreters() -> None:
-    assert pydoc_key() == pydoc_key()
-    assert sys.version in pydoc_key()
+    assert build_pydoc_key() == build_pydoc_key()
+    assert sys.version in build_pydoc_key()

@@ -15,7 +15,7 @@ from trainwright.data.rows.formats import EXAMPLES
 from trainwright.data.rows.pairs import PAIRS
 from trainwright.data.stream.dataset_cache import prepare
 from trainwright.errors import RequestError
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.data import DataSection, RowSettings
 
@@ -104,7 +104,7 @@ def test_settings_that_do_not_fit_the_rows_are_refused(settings: dict[str, Any],
     ids=str,
 )
 def test_invalid_values_are_refused_before_any_row_is_read(data: dict[str, Any], said: str) -> None:
-    from trainwright.recipe.loading import recipe_of
+    from trainwright.recipe.loading import build_recipe
 
     values = {"train": "a.jsonl", **data}
     settings = [
@@ -113,7 +113,7 @@ def test_invalid_values_are_refused_before_any_row_is_read(data: dict[str, Any],
         *(f"data.{key}={json.dumps(value)}" for key, value in values.items()),
     ]
     with pytest.raises(RequestError) as refused:
-        recipe_of(settings, "test")
+        build_recipe(settings, "test")
     assert said in str(refused.value)
 
 
@@ -124,7 +124,7 @@ def written(encoder: ChatEncoder, conversation: list[dict[str, Any]]) -> str:
 
 
 def test_targets_are_answers_the_last_of_them_everything_or_what_a_pattern_matches() -> None:
-    tokenizer = bytes_tokenizer()
+    tokenizer = build_bytes_tokenizer()
     tokenizer.chat_template = CHATML
     conversation = [*HELLO, *MORE]
     whole = tokenizer.apply_chat_template(conversation, tokenize=False)
@@ -148,7 +148,7 @@ def test_targets_of_data_are_part_of_what_is_prepared(tmp_path: Path) -> None:
     counts = {}
     for targets in ("answers", "last", "all", "/tw(o)/"):
         data = DataSection.model_validate({"train": str(file), "validation": None, "targets": targets})
-        prepared = prepare(data, bytes_tokenizer(), seed=0, cache=tmp_path / "cache")
+        prepared = prepare(data, build_bytes_tokenizer(), seed=0, cache=tmp_path / "cache")
         counts[targets] = prepared.train.report["target_tokens"] / 4
     assert counts["answers"] == len("two") + len("four") + 2  # each with its stop
     assert counts["last"] == len("four") + 1
@@ -161,7 +161,7 @@ def test_rows_with_nothing_that_the_pattern_matches_are_left_out_and_counted(tmp
     rows = [{"question": "What?", "answer": answer} for answer in ("Result: 4", "No result.", "Result: 5")]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = DataSection.model_validate({"train": str(file), "validation": None, "targets": "/Result: (\\d)/"})
-    prepared = prepare(data, bytes_tokenizer(), seed=0, cache=tmp_path / "cache")
+    prepared = prepare(data, build_bytes_tokenizer(), seed=0, cache=tmp_path / "cache")
     assert len(prepared.train) == 2
     assert any("1 row left out: no target" in line for line in prepared.summary)
 

@@ -23,7 +23,7 @@ from tests.support.forked import Finished, Started, fork_server
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.errors import MachineError
 from trainwright.machine.sharing import build_once
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 from trainwright.recipe.schema import DataSection
 
 ROWS = "".join(json.dumps({"question": f"What is {i}?", "answer": f"It is {i}."}) + "\n" for i in range(300))
@@ -118,7 +118,7 @@ def test_without_locks_every_process_gets_a_whole_cache(tmp_path: Path, rows: Pa
 
 
 def prepared(rows: Path, cache: Path) -> PreparedData:
-    return prepare(DataSection(train=str(rows)), bytes_tokenizer(), seed=0, cache=cache)
+    return prepare(DataSection(train=str(rows)), build_bytes_tokenizer(), seed=0, cache=cache)
 
 
 class _Stale:

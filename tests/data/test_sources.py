@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from trainwright.data.sources import reading
-from trainwright.data.sources.reading import check_source, iterate_source, location_of, read_rows
+from trainwright.data.sources.reading import check_source, iterate_source, locate_row, read_rows
 from trainwright.data.stream.dataset_cache import prepare
 from trainwright.errors import RequestError
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 from trainwright.recipe.sections.data import DataSection
 
 ROWS = [{"question": f"Q{i}", "answer": f"Grüße {i}"} for i in range(5)]
@@ -251,13 +251,13 @@ def test_the_place_of_a_row(tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
     first = write(tmp_path / "rows" / "a.jsonl", "\n" + lines(ROWS[:2]) + "\n" + lines(ROWS[2:3]))
     second = write(tmp_path / "rows" / "b.jsonl", lines(ROWS))
-    places = [location_of(str(tmp_path / "rows"), index) for index in range(5)]
+    places = [locate_row(str(tmp_path / "rows"), index) for index in range(5)]
     assert places == [f"{first}:2", f"{first}:3", f"{first}:5", f"{second}:1", f"{second}:2"]
     (tmp_path / "parquet").mkdir()
     files = [parquet(tmp_path / "parquet" / f"{name}.parquet", ROWS[:3]) for name in "ab"]
-    assert location_of(str(tmp_path / "parquet"), 2) == f"{files[0]}: row 3"
-    assert location_of(str(tmp_path / "parquet"), 4) == f"{files[1]}: row 2"
-    assert location_of("some-org/some-data", 4) == "some-org/some-data: row 5"
+    assert locate_row(str(tmp_path / "parquet"), 2) == f"{files[0]}: row 3"
+    assert locate_row(str(tmp_path / "parquet"), 4) == f"{files[1]}: row 2"
+    assert locate_row("some-org/some-data", 4) == "some-org/some-data: row 5"
 
 
 def test_a_missing_file_and_what_is_near(tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_a_source_may_end_with_a_slice(tmp_path: Path, part: str, numbers: range
     limited = read_rows(source, limit=2)["question"][:]
     assert limited == expected[:2] == [row["question"] for _, row in iterate_source(source, 2)]
     locations = [location for location, _ in iterate_source(source)]
-    assert locations == [location_of(source, index) for index in range(len(expected))]
+    assert locations == [locate_row(source, index) for index in range(len(expected))]
     assert locations[0] == (f"{file}:{numbers[0] + 1}" if suffix == "jsonl" else f"{file}: row {numbers[0] + 1}")
 
 
@@ -383,6 +383,6 @@ def test_slices_of_a_file_are_data_of_their_own(tmp_path: Path) -> None:
     found = []
     for part in ("", "[:4]", "[4:]"):
         data = DataSection.model_validate({"train": f"{file}{part}", "validation": None})
-        found.append(prepare(data, bytes_tokenizer(), seed=0, cache=tmp_path / "cache").train)
+        found.append(prepare(data, build_bytes_tokenizer(), seed=0, cache=tmp_path / "cache").train)
     assert [len(dataset) for dataset in found] == [10, 4, 6]
     assert len({dataset.fingerprint for dataset in found}) == 3

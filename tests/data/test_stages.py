@@ -14,11 +14,11 @@ import pytest
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stream import Stream
 from trainwright.errors import RequestError
-from trainwright.models.tokenization import bytes_tokenizer
-from trainwright.planning.facts import facts_of, largest_stage, stage_lengths
-from trainwright.recipe.loading import recipe_of
+from trainwright.models.tokenization import build_bytes_tokenizer
+from trainwright.planning.facts import build_facts, compute_stage_lengths, find_largest_stage
+from trainwright.recipe.loading import build_recipe
 from trainwright.recipe.schema import RecipeSchema
-from trainwright.tasks.language_model import stream_of, with_stages
+from trainwright.tasks.language_model import add_stages, stream_of
 
 SIZES = {"web": 60, "code": 24, "math": 10}
 STAGES = [
@@ -42,11 +42,11 @@ def recipe(rows: list[dict[str, Any]], stages: Any = STAGES, task: str = "sft", 
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 256}
     model = {"config": {"model_type": "gpt2", **sizes}, "tokenizer": "bytes"}
     tree = {"task": task, "model": model, "data": data, "train": train, **sections}
-    return recipe_of([f"{key}={json.dumps(value)}" for key, value in tree.items()], "the test")
+    return build_recipe([f"{key}={json.dumps(value)}" for key, value in tree.items()], "the test")
 
 
 def prepared(asked: RecipeSchema, tmp_path: Path) -> PreparedData:
-    return prepare(asked.data, bytes_tokenizer(), seed=asked.train.seed, cache=tmp_path / "cache")
+    return prepare(asked.data, build_bytes_tokenizer(), seed=asked.train.seed, cache=tmp_path / "cache")
 
 
 def stream(asked: RecipeSchema, found: PreparedData) -> Stream[Any]:
@@ -54,7 +54,7 @@ def stream(asked: RecipeSchema, found: PreparedData) -> Stream[Any]:
 
 
 def row_names(found: PreparedData, examples: list[int]) -> list[str]:
-    texts = [bytes_tokenizer().decode(found.train.sequence(i)[0]) for i in examples]
+    texts = [build_bytes_tokenizer().decode(found.train.sequence(i)[0]) for i in examples]
     return [text.split("user\n")[1].split("?")[0] for text in texts]
 
 
@@ -133,7 +133,7 @@ def test_tokens_end_a_stage_with_the_step_that_reaches_them(tmp_path: Path, unit
             assert sum(lengths[i] for i in examples) <= 128
     assert tokens >= 12_000
     assert [kind for kind, before in zip(kinds[1:], kinds, strict=False) if kind != before] == ["code", "math", None]
-    lines = with_stages(asked, found).summary
+    lines = add_stages(asked, found).summary
     first = kinds.index("code")
     assert any(line.startswith(f"stage 1: steps 1 to {first}, ") and "of web" in line for line in lines)
 
@@ -156,7 +156,7 @@ def test_stages_without_weights_have_those_of_the_sources(tmp_path: Path) -> Non
 
 def test_a_run_that_ends_early_says_which_stages_it_has_not(tmp_path: Path) -> None:
     asked = recipe(sources(tmp_path), train={"max_steps": 9})
-    lines = with_stages(asked, prepared(asked, tmp_path)).summary
+    lines = add_stages(asked, prepared(asked, tmp_path)).summary
     assert "stage 2: steps 8 to 9, 16 examples: 4 of web, 8 of code, 4 of math" in lines
     assert "stage 3: the run ends before it" in lines
     assert not any(line.startswith("mixture") for line in lines)
@@ -166,7 +166,7 @@ def test_a_stage_that_ends_before_it_begins_is_refused(tmp_path: Path) -> None:
     stages = [{"until": "30 steps", "weights": {"web": 1}}, {"until": "1k tokens"}, {}]
     asked = recipe(sources(tmp_path), stages)
     with pytest.raises(RequestError, match=r"data.stages\[1\].until: is reached by step 30, before the stage begins"):
-        with_stages(asked, prepared(asked, tmp_path))
+        add_stages(asked, prepared(asked, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -201,12 +201,12 @@ def test_a_plan_has_the_largest_stage_and_the_time_of_all(tmp_path: Path, monkey
     rows = sources(tmp_path, web=10, code=90, math=10)
     stages = [{"until": "30 steps", "weights": {"web": 1}}, {"weights": {"code": 1}}]
     asked = recipe(rows[:2], stages, task="sft")
-    guess = facts_of(asked)
+    guess = build_facts(asked)
     assert guess.estimated and guess.workload.steps == 40
     from trainwright.tasks.language_model import prepare_data
 
-    found = prepare_data(asked, bytes_tokenizer(), tmp_path / "cache")
-    facts = facts_of(asked)
+    found = prepare_data(asked, build_bytes_tokenizer(), tmp_path / "cache")
+    facts = build_facts(asked)
     assert not facts.estimated
     lengths = found.train.example_lengths()
     short, long = lengths[:60], lengths[60:]
@@ -216,9 +216,9 @@ def test_a_plan_has_the_largest_stage_and_the_time_of_all(tmp_path: Path, monkey
     run = stream(asked, found)
     tokens = sum(int(lengths[run.examples(step)].sum()) for step in range(40))
     assert facts.workload.batch_tokens == pytest.approx(tokens / 40, rel=0.01)
-    assert largest_stage(asked).weights == {"code": 1}
+    assert find_largest_stage(asked).weights == {"code": 1}
     # Without its last stage, the run has only short examples.
-    early = facts_of(recipe(rows[:2], stages, train={"max_steps": 20})).workload
+    early = build_facts(recipe(rows[:2], stages, train={"max_steps": 20})).workload
     assert early.longest_document == short.max()
 
 
@@ -228,6 +228,6 @@ def test_a_plan_counts_steps_and_tokens_alike(tmp_path: Path) -> None:
     stages = [{"until": "10 steps"}, {"until": "40k tokens"}, {}]
     asked = recipe(sources(tmp_path), stages, train={"max_steps": None, "max_tokens": 60_000})
     parts = [Lengths((size,), None, 1.0) for size in (50, 100, 200)]
-    examples = [count for _, count in stage_lengths(asked, parts)]
+    examples = [count for _, count in compute_stage_lengths(asked, parts)]
     assert examples == pytest.approx([80, 360, 100])
     assert np.isclose(sum(n * part.mean for n, part in zip(examples, parts, strict=True)), 60_000)

@@ -63,7 +63,7 @@ def test_ranks_share_a_global_batch_completely_and_run_equally_often(size: int, 
     data = dataset()
     for step in range(6):
         batch = stream(data, pack=pack).global_batch(step)
-        shares = [batch.for_rank(rank, size) for rank in range(size)]
+        shares = [batch.select_for_rank(rank, size) for rank in range(size)]
         assert len({len(share) for share in shares}) == 1
         real = [micro for share in shares for micro in share if micro.weight]
         assert Counter(micro.index for micro in real) == Counter(range(len(batch.micro_batches)))
@@ -126,14 +126,14 @@ def test_the_fullest_batch_is_found(pack: int | None) -> None:
         )
         return max(batch.input_ids.numel() for batch in batches)
 
-    assert positions(found.largest_step()) == max(positions(step) for step in range(300))
-    assert stream(data, pack=pack, total_examples=16).largest_step() in (0, 1)
+    assert positions(found.find_largest_step()) == max(positions(step) for step in range(300))
+    assert stream(data, pack=pack, total_examples=16).find_largest_step() in (0, 1)
 
 
 def test_shares_are_balanced_by_tokens() -> None:
     data = dataset(200)
     batch = stream(data, size=64, rows=1, pack=None).global_batch(0)
-    loads = [sum(micro.tokens for micro in batch.for_rank(rank, 4)) for rank in range(4)]
+    loads = [sum(micro.tokens for micro in batch.select_for_rank(rank, 4)) for rank in range(4)]
     assert max(loads) - min(loads) <= 40
 
 

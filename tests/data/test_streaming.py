@@ -16,13 +16,13 @@ import pytest
 
 from tests.support.training import ALONE
 from trainwright.data.check import check_sources
-from trainwright.data.rows.formats import kind_of_rows
+from trainwright.data.rows.formats import look_up_reader
 from trainwright.data.stream.streamed import Begin, SourceReader, StreamedDataset
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.detect import detect
-from trainwright.models.tokenization import bytes_tokenizer
-from trainwright.planning.facts import facts_of
-from trainwright.recipe.loading import recipe_of
+from trainwright.models.tokenization import build_bytes_tokenizer
+from trainwright.planning.facts import build_facts
+from trainwright.recipe.loading import build_recipe
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.run.resolve import resolve
 from trainwright.tasks.language_model import prepare_data, prepare_once, stream_of
@@ -30,7 +30,7 @@ from trainwright.tasks.pretrain.task import _prepare_data as prepare_corpus
 
 SIZES = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 256}
 TINY = {"config": {"model_type": "gpt2", **SIZES}, "tokenizer": "bytes"}
-TOKENIZER = bytes_tokenizer()
+TOKENIZER = build_bytes_tokenizer()
 Example = tuple[list[int], list[bool]]
 START = Begin()
 
@@ -55,7 +55,7 @@ def recipe(source: Any, task: str = "sft", **sections: Any) -> RecipeSchema:
     data = {"train": source, "validation": None, "max_length": 64, "streaming": streaming, **sections.pop("data", {})}
     length = {"max_steps": 40, "global_batch_size": 6, **sections.pop("train", {})}
     tree = {"task": task, "model": TINY, "data": data, "train": length, **sections}
-    return recipe_of([f"{key}={json.dumps(value)}" for key, value in tree.items()], "the test")
+    return build_recipe([f"{key}={json.dumps(value)}" for key, value in tree.items()], "the test")
 
 
 def whole(asked: RecipeSchema, cache: Path) -> list[Example]:
@@ -143,7 +143,7 @@ def test_rows_of_the_hub_are_downloaded_as_they_are_read(tmp_path: Path, monkeyp
 
     expected = whole(recipe(f"{local}[2:]"), tmp_path / "cache")
     monkeypatch.setattr("datasets.load_dataset", load)
-    monkeypatch.setattr("trainwright.data.sources.hub._hub_is_reachable", lambda endpoint: True)
+    monkeypatch.setattr("trainwright.data.sources.hub._is_hub_reachable", lambda endpoint: True)
     assert [example for _, example in islice(streamed(recipe("owner/rows[2:]")), len(expected))] == expected
 
 
@@ -166,7 +166,7 @@ def batches_and_states(
     stream = stream_of(asked, opened(asked, cache), 10**6, training=True, shuffle=True)
     stream.resume(state or {})
     found = []
-    with stream.reading(ALONE):
+    with stream.open_reading(ALONE):
         for step in steps:
             batch, examples = stream.global_batch(step), stream.examples(step)
             assert sorted(example for micro in batch.micro_batches for example in micro.examples) == sorted(examples)
@@ -204,7 +204,7 @@ def test_going_back_reads_again(tmp_path: Path) -> None:
     asked = recipe(str(rows(tmp_path, 60)))
     every = batches(asked, tmp_path / "cache", range(12))
     stream = stream_of(asked, opened(asked, tmp_path / "cache"), 10**6, training=True, shuffle=True)
-    with stream.reading(ALONE):
+    with stream.open_reading(ALONE):
         assert stream.dataset.shards.directory is not None
         (stream.dataset.shards.directory / ".0000000001").mkdir()  # a producer was stopped while it wrote
         for step in (*range(9), *range(2, 12)):
@@ -233,7 +233,7 @@ def test_no_more_than_the_disk_that_is_allowed(tmp_path: Path) -> None:
     asked = recipe(str(source), data={"streaming": {"buffer_size": 64, "disk_gb": allowed / 1e9}, "max_length": 96})
     stream = stream_of(asked, opened(asked, tmp_path / "cache"), 10**6, training=True, shuffle=True)
     most, shards = 0, set[str]()
-    with stream.reading(ALONE):
+    with stream.open_reading(ALONE):
         directory = stream.dataset.shards.directory
         assert directory is not None
         for step in range(400):
@@ -250,7 +250,7 @@ def test_no_more_than_the_disk_that_is_allowed(tmp_path: Path) -> None:
 def test_what_a_killed_run_has_left_is_removed(tmp_path: Path) -> None:
     asked = recipe(str(rows(tmp_path, 60)))
     stream = stream_of(asked, opened(asked, tmp_path / "cache"), 10**6, training=True, shuffle=True)
-    with stream.reading(ALONE):
+    with stream.open_reading(ALONE):
         mine = stream.dataset.shards.directory
         assert mine is not None
         left = mine.with_name(mine.name.replace(f"-{os.getpid()}-", f"-{2**22 + 1}-"))
@@ -289,7 +289,7 @@ def test_what_needs_all_rows_before_they_are_read_is_refused(tmp_path: Path) -> 
 def test_a_full_disk_ends_in_words(tmp_path: Path) -> None:
     asked = recipe(str(rows(tmp_path, 60)))
     train = opened(asked, tmp_path / "cache")
-    with train.shards.reading(ALONE), pytest.raises(MachineError, match="the tokens cannot be stored in"):
+    with train.shards.open_reading(ALONE), pytest.raises(MachineError, match="the tokens cannot be stored in"):
         assert train.shards.directory is not None
         (train.shards.directory / ".0000000000").write_text("in the way")
         train.sequence(0)
@@ -325,11 +325,11 @@ def test_a_plan_has_the_lengths_of_the_first_rows(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path / "cache"))
     asked = recipe(str(rows(tmp_path, 3000)), train={"micro_batch_size": 2}, parallel={"strategy": "single"})
     prepare_once(asked, tmp_path / "cache")
-    facts = facts_of(resolve(asked, detect()).recipe)
+    facts = build_facts(resolve(asked, detect()).recipe)
     assert any("examples as long as the first 512" in line for line in facts.assumptions)
     mean = np.mean([len(tokens) for _, (tokens, _) in islice(streamed(asked), 512)])
     assert facts.workload.batch_tokens == pytest.approx(6 * mean, rel=0.05)
-    assert [checked.wrong for checked in check_sources(asked, kind_of_rows(asked), TOKENIZER)] == [0]
+    assert [checked.wrong for checked in check_sources(asked, look_up_reader(asked), TOKENIZER)] == [0]
 
 
 REFUSED = [

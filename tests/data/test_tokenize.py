@@ -22,13 +22,13 @@ from tests.support.commands import environment, trainwright, wait_for
 from tests.support.slow import slow_but
 from trainwright.cli import data as data_tokens
 from trainwright.data.check import check_corpus
-from trainwright.data.rows.texts import TextPiece, join_documents, pieces
+from trainwright.data.rows.texts import TextPiece, iterate_pieces, join_documents
 from trainwright.data.sources.reading import read_rows
 from trainwright.data.sources.shards import INDEX, Shards
 from trainwright.data.tokens.shard_writer import tokenize
 from trainwright.data.tokens.token_worker import WordTokens
 from trainwright.errors import MachineError, RequestError
-from trainwright.models.tokenization import bytes_tokenizer, make_tokenizer, trained_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer, load_trained_tokenizer, make_tokenizer
 from trainwright.recipe.sections.data import SourceSection
 
 WORDS = "the quick brown fox jumps over it\n\n  lazily, 12 times — ein Fuchs\nnot a dog's\t\tday\n".splitlines(True)
@@ -50,7 +50,9 @@ def sources(*paths: Path | str, **fields: Any) -> list[tuple[SourceSection, str]
 
 
 def made(out: Path, *paths: Path | str, tokenizer: Any = None, **options: Any) -> Shards:
-    tokenize(sources(*paths), tokenizer or bytes_tokenizer(), out, identity=[str(path) for path in paths], **options)
+    tokenize(
+        sources(*paths), tokenizer or build_bytes_tokenizer(), out, identity=[str(path) for path in paths], **options
+    )
     return Shards.open(out)
 
 
@@ -105,7 +107,7 @@ def test_a_large_document_has_the_tokens_that_it_has_at_once(tmp_path: Path, end
     content = text(700_000).replace("\n", end)
     (tmp_path / "large.txt").write_text(content)
     tokenizer = make_tokenizer(sources(tmp_path / "large.txt"), 400)
-    cut = list(pieces(*sources(tmp_path / "large.txt")[0]))
+    cut = list(iterate_pieces(*sources(tmp_path / "large.txt")[0]))
     assert len(cut) > 2
     assert [piece.first for piece in cut] == [True] + [False] * (len(cut) - 1)
     assert max(len(piece.text) for piece in cut) < 300_000
@@ -352,7 +354,7 @@ def test_shards_of_another_tokenizer_and_of_another_text_are_refused(tmp_path: P
     other = make_tokenizer(sources(file), 300)
     with pytest.raises(RequestError, match=r"another tokenizer .*259 tokens.*300 tokens"):
         shards.check_tokenizer(other)
-    shards.check_tokenizer(bytes_tokenizer())
+    shards.check_tokenizer(build_bytes_tokenizer())
     with pytest.raises(RequestError, match="shards of another text or tokenizer"):
         made(tmp_path / "out", file, tokenizer=other)
     (tmp_path / "taken").mkdir()
@@ -367,11 +369,11 @@ def test_a_corpus_is_checked_as_it_is_trained_on_and_is_no_rows(tmp_path: Path) 
     shards = made(tmp_path / "out", tmp_path / "text.txt")
     for name in ("text.txt", "out"):
         ((source, key),) = sources(tmp_path / name)
-        checked = check_corpus(source, bytes_tokenizer(), key=key)
+        checked = check_corpus(source, build_bytes_tokenizer(), key=key)
         assert (checked.examples, checked.tokens) == (2, shards.token_count)
         assert checked.lines(64) == [f"{source.source}: 2 documents, 15 tokens"]
     ((source, key),) = sources(tmp_path / "wrong.txt")
-    (problem,) = check_corpus(source, bytes_tokenizer(), key=key).problems
+    (problem,) = check_corpus(source, build_bytes_tokenizer(), key=key).problems
     assert "wrong.txt: not UTF-8 text at byte 3" in problem
     with pytest.raises(RequestError, match="has token shards, which only task pretrain reads"):
         read_rows(str(tmp_path / "out"))
@@ -384,18 +386,18 @@ def test_a_tokenizer_of_characters_has_those_of_its_text_and_refuses_others(
     (tmp_path / "text.txt").write_text("hello\nworld")
     (tmp_path / "other.txt").write_text("hello moon")
     name = f"characters:{tmp_path / 'text.txt'}"
-    tokenizer = trained_tokenizer(name)
+    tokenizer = load_trained_tokenizer(name)
     assert len(tokenizer) == len(set("hello\nworld"))
     shards = made(tmp_path / "out", tmp_path / "text.txt", tokenizer=tokenizer)
     assert shards.about["dtype"] == "uint8"
     assert tokenizer.decode(shards.read(0, shards.token_count)) == "hello\nworld"
     with pytest.raises(RequestError, match=r"other\.txt: document 1: the tokenizer has no token for ' '"):
-        made(tmp_path / "other", tmp_path / "other.txt", tokenizer=trained_tokenizer(name))
+        made(tmp_path / "other", tmp_path / "other.txt", tokenizer=load_trained_tokenizer(name))
 
 
 def test_rows_of_turns_become_their_text(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n{"question": "x", "answer": "y"}\n')
-    found = list(pieces(SourceSection(source=str(tmp_path / "rows.jsonl"), limit=1), "data.train"))
+    found = list(iterate_pieces(SourceSection(source=str(tmp_path / "rows.jsonl"), limit=1), "data.train"))
     assert found == [TextPiece(f"{tmp_path / 'rows.jsonl'}:1", "1 + 1?\n\n2", True, True)]
 
 
@@ -412,7 +414,7 @@ def test_an_article_of_a_corpus_of_lines_is_a_document() -> None:
 
 @pytest.mark.slow
 def test_the_standard_library_is_a_corpus() -> None:
-    found = list(pieces(SourceSection(source="stdlib", limit=3), "data.train"))
+    found = list(iterate_pieces(SourceSection(source="stdlib", limit=3), "data.train"))
     assert sum(piece.last for piece in found) == 3
     assert any("import" in piece.text for piece in found)
 
@@ -428,7 +430,7 @@ def test_words_that_were_seen_give_the_tokens_of_the_whole_text(tmp_path: Path) 
     ]
     llamas.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(steps)
     odd = "Ünïcode  \t\n\n 12345's it'S — 漢字\r\n🙂🙂 <|endoftext|> \u00a0x\u2028y" * 3
-    for backend in (tokenizer, llamas, bytes_tokenizer().backend_tokenizer):
+    for backend in (tokenizer, llamas, build_bytes_tokenizer().backend_tokenizer):
         tokens = WordTokens(backend)
         for one in (text(5_000, 1), odd, odd.replace("<|endoftext|>", ""), text(5_000, 2), ""):
             assert tokens(one).tolist() == backend.encode(one, add_special_tokens=False).ids

@@ -13,10 +13,10 @@ from tests.support.commands import trainwright
 from trainwright.data.rows.chat_encoding import ChatEncoder, encode_messages
 from trainwright.data.rows.texts import TextEncoder
 from trainwright.data.rows.tokenizer_calls import TokenizerError
-from trainwright.data.tokens.shard_writer import settings_of
+from trainwright.data.tokens.shard_writer import build_settings
 from trainwright.data.tokens.token_worker import Encoder
 from trainwright.errors import RequestError
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 
 PANICS = "a" * 40 + "b"
 
@@ -36,7 +36,7 @@ def test_a_panic_is_told_in_words(tokenizer: PreTrainedTokenizerFast) -> None:
     with pytest.raises(TokenizerError, match="retry-limit"):
         encode_messages(tokenizer, turns)
     with pytest.raises(RequestError, match="retry-limit"):
-        Encoder(settings_of(tokenizer))([("a.txt", PANICS, True, True)])
+        Encoder(build_settings(tokenizer))([("a.txt", PANICS, True, True)])
 
 
 def test_the_command_ends_with_2(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_the_command_ends_with_2(tokenizer: PreTrainedTokenizerFast, tmp_path: P
 
 
 def test_messages_name_the_tokenizer(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert ChatEncoder(bytes_tokenizer()).name == "bytes"
+    assert ChatEncoder(build_bytes_tokenizer()).name == "bytes"
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     assert ChatEncoder(tokenizer).name == "(unnamed)"
     tokenizer.name_or_path = "owner/name/"

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from trainwright.data.rows.formats import arguments_of, to_example
-from trainwright.data.rows.preparing import SplitSettings, prepare_raw, style
+from trainwright.data.rows.formats import parse_arguments, to_example
+from trainwright.data.rows.preparing import SplitSettings, prepare_raw, style_rows
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.errors import RequestError
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 from trainwright.recipe.sections.data import DataSection
 
 # In the manner of Qwen 2.5's.
@@ -75,7 +75,7 @@ LEARNED = [
 
 def run(tmp_path: Path, rows: list[Any], template: str | None) -> PreparedData:
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    tokenizer = bytes_tokenizer()
+    tokenizer = build_bytes_tokenizer()
     if template is not None:
         tokenizer.chat_template = template
     section = DataSection(train=str(tmp_path / "a.jsonl"), validation=None)
@@ -85,17 +85,17 @@ def run(tmp_path: Path, rows: list[Any], template: str | None) -> PreparedData:
 def learned(found: PreparedData, index: int) -> list[str]:
     ids, targets = found.train.sequence(index)
     runs = groupby(zip(ids.tolist(), targets.tolist(), strict=True), key=lambda pair: pair[1])
-    return [bytes_tokenizer().decode([i for i, _ in run]) for target, run in runs if target]
+    return [build_bytes_tokenizer().decode([i for i, _ in run]) for target, run in runs if target]
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, MARKED], ids=["found", "marked"])
 def test_calls_are_learnt_as_the_template_writes_them(tmp_path: Path, template: str) -> None:
     found = run(tmp_path, ROWS, template)
     assert [[text.lstrip("\n") for text in learned(found, i)] for i in range(3)] == LEARNED
-    first = bytes_tokenizer().decode(found.train.sequence(0)[0])
+    first = build_bytes_tokenizer().decode(found.train.sequence(0)[0])
     assert first.startswith('<|im_start|>system\nTools: {"type": "function", "function": {"name": "weather"')
     assert "<tool_response>21</tool_response>" in first
-    assert not bytes_tokenizer().decode(found.train.sequence(2)[0]).startswith("<|im_start|>system")
+    assert not build_bytes_tokenizer().decode(found.train.sequence(2)[0]).startswith("<|im_start|>system")
 
 
 def test_arguments_may_be_text_and_calls_bare() -> None:
@@ -105,7 +105,7 @@ def test_arguments_may_be_text_and_calls_bare() -> None:
             {**row(), "messages": [ROWS[2]["messages"][0], {"role": "assistant", "tool_calls": given}]}, "messages"
         )
         (found,) = messages[1]["tool_calls"]
-        assert (found["id"], found["function"]["name"], arguments_of(found)) == ("c1", "weather", {"city": "Rome"})
+        assert (found["id"], found["function"]["name"], parse_arguments(found)) == ("c1", "weather", {"city": "Rome"})
 
 
 def test_a_column_of_objects_loses_the_keys_that_other_rows_have() -> None:
@@ -116,7 +116,7 @@ def test_a_column_of_objects_loses_the_keys_that_other_rows_have() -> None:
 def test_prepare_and_style_keep_them(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(ROWS[1]) + "\n")
     prepare_raw([str(tmp_path / "a.jsonl")], tmp_path / "out", SplitSettings(0.0, 0.0, 0, "near"), renamed={})
-    style(str(tmp_path / "out" / "train.jsonl"), "Be brief.", tmp_path / "b.jsonl", replace=False)
+    style_rows(str(tmp_path / "out" / "train.jsonl"), "Be brief.", tmp_path / "b.jsonl", replace=False)
     written = json.loads((tmp_path / "b.jsonl").read_text())
     assert written["tools"] == ROWS[1]["tools"]
     assert written["messages"][2]["tool_calls"] == ROWS[1]["messages"][1]["tool_calls"]
@@ -178,11 +178,11 @@ def test_a_null_that_the_row_writes_is_kept() -> None:
         {"from": "function_call", "value": '{"name": "clock", "arguments": {"zone": null}}'},
     ]
     messages = to_example({"conversations": turns}, "conversations")
-    assert arguments_of(messages[1]["tool_calls"][0]) == {"zone": None}
+    assert parse_arguments(messages[1]["tool_calls"][0]) == {"zone": None}
 
 
 def test_rows_with_tools_use_the_template_for_tools(tmp_path: Path) -> None:
-    tokenizer = bytes_tokenizer()
+    tokenizer = build_bytes_tokenizer()
     plain = tokenizer.chat_template
     tokenizer.chat_template = {"default": plain, "tool_use": TEMPLATE}
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in ROWS))

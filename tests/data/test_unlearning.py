@@ -12,9 +12,16 @@ import torch
 from trainwright.data.stream.batch import collate
 from trainwright.data.stream.stream import Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.data.tokens.lengths import lengths_of
-from trainwright.tasks.unlearn.losses import only, target_indices
-from trainwright.tasks.unlearn.stream import FORGET, REFUSAL, RETAIN, joined, some_of, with_roles
+from trainwright.data.tokens.lengths import count_lengths
+from trainwright.tasks.unlearn.losses import find_target_indices, select_role_sequences
+from trainwright.tasks.unlearn.stream import (
+    FORGET,
+    REFUSAL,
+    RETAIN,
+    join_datasets,
+    sample_examples,
+    select_role_examples,
+)
 
 FORGOTTEN, KEPT = 6, 10
 
@@ -27,7 +34,7 @@ def rows(count: int, first: int, length: int) -> TokenDataset:
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> TokenDataset:
-    return joined(rows(FORGOTTEN, 100, 4), rows(KEPT, 200, 5), tmp_path)
+    return join_datasets(rows(FORGOTTEN, 100, 4), rows(KEPT, 200, 5), tmp_path)
 
 
 def stream(dataset: TokenDataset, **settings: object) -> Stream:
@@ -64,7 +71,7 @@ def test_a_pair_weighs_one_and_has_the_tokens_of_both(pairs: TokenDataset) -> No
     batch = stream(pairs).global_batch(0)
     assert batch.weight == 4.0
     assert batch.tokens == sum(pairs.length(example) for micro in batch.micro_batches for example in micro.examples)
-    lengths = lengths_of(pairs)
+    lengths = count_lengths(pairs)
     assert lengths.examples == FORGOTTEN
     assert 9 <= min(lengths.quantiles) <= lengths.longest <= 13
 
@@ -76,12 +83,12 @@ def test_documents_know_what_they_are(pairs: TokenDataset) -> None:
 
 
 def test_what_is_measured_is_some_of_what_is_trained_on(pairs: TokenDataset) -> None:
-    measured = some_of(pairs, 0.5, seed=1)
+    measured = sample_examples(pairs, 0.5, seed=1)
     assert len(measured) == 3
     chosen = stream(measured, total_examples=3, shuffle=False)
     found = [first_tokens(measured, example) for example in chosen.examples(0)]
     assert len({forget for forget, _ in found}) == len({retain for _, retain in found}) == 3
-    assert len(some_of(pairs, 99, seed=1)) == FORGOTTEN
+    assert len(sample_examples(pairs, 99, seed=1)) == FORGOTTEN
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -90,7 +97,7 @@ def test_a_part_of_a_batch_is_the_batch_of_the_part(packed: bool) -> None:
     roles = np.array([FORGET, REFUSAL, RETAIN] * 3, dtype=np.int8)
     members = np.arange(9, dtype=np.int64).reshape(3, 3)
     whole = TokenDataset(plain.tokens, plain.targets, plain.offsets, "whole", members=members, roles=roles)
-    kept = with_roles(whole, (FORGET, RETAIN))
+    kept = select_role_examples(whole, (FORGET, RETAIN))
     one, other = (
         collate(
             dataset,
@@ -100,7 +107,7 @@ def test_a_part_of_a_batch_is_the_batch_of_the_part(packed: bool) -> None:
         )
         for dataset in (whole, kept)
     )
-    part = only(one, {FORGET, RETAIN})
+    part = select_role_sequences(one, {FORGET, RETAIN})
     assert (part.sequences, part.roles, part.target_counts) == (other.sequences, other.roles, other.target_counts)
     assert torch.equal(part.targets, other.targets)
     flat = part.input_ids.reshape(-1)
@@ -113,5 +120,5 @@ def test_a_part_of_a_batch_is_the_batch_of_the_part(packed: bool) -> None:
     else:
         assert part.attention_mask is not None
         assert part.tokens == other.tokens == int(part.attention_mask.sum())
-    assert torch.equal(one.targets[target_indices(one, {FORGET, RETAIN})], part.targets)
-    assert len(target_indices(one, {FORGET}, skip=1)) == len(target_indices(one, {FORGET})) - 3
+    assert torch.equal(one.targets[find_target_indices(one, {FORGET, RETAIN})], part.targets)
+    assert len(find_target_indices(one, {FORGET}, skip=1)) == len(find_target_indices(one, {FORGET})) - 3

@@ -14,7 +14,7 @@ from trainwright.data.rows.pairs import ANY
 from trainwright.data.sources.reading import check_source, iterate_source
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.errors import RequestError
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 from trainwright.recipe.sections.data import DataSection, RowSettings
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -28,7 +28,7 @@ def write(tmp_path: Path, *rows: dict[str, Any]) -> str:
 
 def run(tmp_path: Path, source: str, **data: Any) -> PreparedData:
     section = DataSection(train=source, validation=None, **data)
-    return prepare(section, bytes_tokenizer(), seed=0, cache=tmp_path / "cache")
+    return prepare(section, build_bytes_tokenizer(), seed=0, cache=tmp_path / "cache")
 
 
 def with_meta(meta: Any) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def test_types_of_what_is_not_used(tmp_path: Path, rows: list[dict[str, Any]]) -
     name = next(key for key in ("meta", "id") if key in str(rows))
     assert any("not used" in line and name in line for line in found.summary)
     assert not check_rows(
-        source, EXAMPLES, RowSettings(), key="data.train", encoding=EncodingCheck(bytes_tokenizer())
+        source, EXAMPLES, RowSettings(), key="data.train", encoding=EncodingCheck(build_bytes_tokenizer())
     ).problems
 
 
@@ -119,7 +119,7 @@ def test_columns_of_json_are_read_as_rows(tmp_path: Path, form: str) -> None:
     assert json.loads(read[2]["messages"][1]["tool_calls"]) == [call]
     assert [row["messages"][0]["content"] for row in check_source(source)] == ["Hi"] * 3
     assert not check_rows(source, EXAMPLES, RowSettings(), key="data check").problems
-    tokenizer = bytes_tokenizer()
+    tokenizer = build_bytes_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
         "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"

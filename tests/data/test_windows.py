@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.data.test_tokenize import made, rows, text
 from trainwright.data.sources.shards import Shards
 from trainwright.data.stream.stream import BatchSizes, MicroBatch, Stream, StreamSettings
-from trainwright.data.stream.windows import WindowDataset, collate_windows, divided, everything
-from trainwright.data.tokens.dataset import parts_of
+from trainwright.data.stream.windows import WindowDataset, build_whole_spans, collate_windows, split_spans
+from trainwright.data.tokens.dataset import divide_epoch
 from trainwright.errors import RequestError
 from trainwright.models.causal_lm import CausalLM
 
@@ -33,7 +33,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Shards:
 def test_every_token_but_the_first_is_predicted_once_from_those_before_it(
     shards: Shards, contiguous: bool, length: int
 ) -> None:
-    dataset = WindowDataset.of([everything(shards, length, contiguous=contiguous)], None)
+    dataset = WindowDataset.of([build_whole_spans(shards, length, contiguous=contiguous)], None)
     edges = [0, shards.token_count] if contiguous else [0, *shards.ends.tolist()]
     found = iter(range(len(dataset)))
     for begin, end in itertools.pairwise(edges):
@@ -54,7 +54,7 @@ def test_every_token_but_the_first_is_predicted_once_from_those_before_it(
 @pytest.mark.parametrize("cut", [None, 16, 5])
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_batch_predicts_each_token_from_the_one_before(shards: Shards, packed: bool, cut: int | None) -> None:
-    dataset = WindowDataset.of([everything(shards, 16, contiguous=False)], None)
+    dataset = WindowDataset.of([build_whole_spans(shards, 16, contiguous=False)], None)
     stream = Stream(dataset, StreamSettings(global_batch_size=9, seed=0, rows=4, pack_length=32 if packed else None))
     for micro in stream.divide(stream.examples(0), max_length=cut).micro_batches:
         batch = collate_windows(dataset, micro, packed=packed, pad_token_id=0)
@@ -78,7 +78,7 @@ def test_a_batch_predicts_each_token_from_the_one_before(shards: Shards, packed:
 @pytest.mark.parametrize("contiguous", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_no_window_sees_another_of_its_micro_batch(shards: Shards, contiguous: bool, packed: bool) -> None:
-    dataset = WindowDataset.of([everything(shards, 16, contiguous=contiguous)], None)
+    dataset = WindowDataset.of([build_whole_spans(shards, 16, contiguous=contiguous)], None)
     config = LlamaConfig(
         vocab_size=int(shards.read(0, shards.token_count).max()) + 1,
         hidden_size=16,
@@ -103,10 +103,10 @@ def test_no_window_sees_another_of_its_micro_batch(shards: Shards, contiguous: b
 
 
 def test_a_part_of_the_documents_is_held_out_by_their_content_and_the_seed(shards: Shards) -> None:
-    train, held = divided(shards, 16, 0.25, 0, contiguous=False, key="data.train")
+    train, held = split_spans(shards, 16, 0.25, 0, contiguous=False, key="data.train")
     assert len(held.begins) == 2
     assert sorted([*train.ends, *held.ends]) == shards.ends.tolist()
-    others = {tuple(divided(shards, 16, 2, seed, contiguous=False, key="")[1].ends) for seed in range(8)}
+    others = {tuple(split_spans(shards, 16, 2, seed, contiguous=False, key="")[1].ends) for seed in range(8)}
     assert len(others) > 1
 
 
@@ -114,7 +114,7 @@ def test_a_part_of_the_documents_is_held_out_by_their_content_and_the_seed(shard
 def test_equal_documents_are_on_one_side(tmp_path: Path, validation: float | int) -> None:
     texts = [text(50, seed % 5) for seed in range(40)]
     shards = made(tmp_path / "out", rows(tmp_path / "rows.jsonl", texts))
-    train, held = divided(shards, 16, validation, 0, contiguous=False, key="data.train")
+    train, held = split_spans(shards, 16, validation, 0, contiguous=False, key="data.train")
     index = {int(end): texts[i] for i, end in enumerate(shards.ends)}
     sides = [{index[int(end)] for end in side.ends} for side in (train, held)]
     assert sides[0] and sides[1]
@@ -123,7 +123,7 @@ def test_equal_documents_are_on_one_side(tmp_path: Path, validation: float | int
 
 def test_of_a_stream_the_end_is_held_out(shards: Shards) -> None:
     total = shards.token_count
-    train, held = divided(shards, 16, 0.1, 0, contiguous=True, key="data.train")
+    train, held = split_spans(shards, 16, 0.1, 0, contiguous=True, key="data.train")
     assert (train.begins[0], train.ends[0], held.ends[0]) == (0, held.begins[0], total)
     assert held.tokens == round(0.1 * total)
 
@@ -131,13 +131,13 @@ def test_of_a_stream_the_end_is_held_out(shards: Shards) -> None:
 def test_a_corpus_of_one_document_is_not_divided_by_documents(tmp_path: Path) -> None:
     shards = made(tmp_path / "out", rows(tmp_path / "rows.jsonl", [text(500)]))
     with pytest.raises(RequestError, match=r"1 documents of data\.train leaves none.*contiguous"):
-        divided(shards, 16, 0.1, 0, contiguous=False, key="data.train")
+        split_spans(shards, 16, 0.1, 0, contiguous=False, key="data.train")
 
 
 def test_a_mixture_draws_by_its_shares(shards: Shards) -> None:
-    parts = [everything(shards, 16, contiguous=True), everything(shards, 16, contiguous=False)]
+    parts = [build_whole_spans(shards, 16, contiguous=True), build_whole_spans(shards, 16, contiguous=False)]
     sizes = [int(part.counts().sum()) for part in parts]
-    mixture = parts_of(sizes, [1, 3])
+    mixture = divide_epoch(sizes, [1, 3])
     dataset = WindowDataset.of(parts, mixture)
     stream = Stream(dataset, StreamSettings(global_batch_size=len(dataset), seed=0, rows=1))
     seen = stream.examples(0)
@@ -146,7 +146,7 @@ def test_a_mixture_draws_by_its_shares(shards: Shards) -> None:
 
 
 def test_batches_grow_to_their_size_and_the_stream_loses_nothing(shards: Shards) -> None:
-    dataset = WindowDataset.of([everything(shards, 4, contiguous=True)], None)
+    dataset = WindowDataset.of([build_whole_spans(shards, 4, contiguous=True)], None)
     sizes = BatchSizes(final=10, initial=2, steps=4)
     total = sizes.before(7)
     stream = Stream(dataset, StreamSettings(global_batch_size=10, seed=0, rows=1, total_examples=total, warm_up=sizes))
@@ -156,5 +156,5 @@ def test_batches_grow_to_their_size_and_the_stream_loses_nothing(shards: Shards)
     plain = Stream(dataset, StreamSettings(global_batch_size=1, seed=0, rows=1))
     assert seen == [plain.examples(step)[0] for step in range(total)]
     for examples in range(1, 60):
-        steps = sizes.steps_for(examples)
+        steps = sizes.count_steps_for(examples)
         assert sizes.before(steps - 1) < examples <= sizes.before(steps)

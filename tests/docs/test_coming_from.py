@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.commands import ROOT
-from trainwright.compatibility.conversion.convert import Rule, table
+from trainwright.compatibility.conversion.convert import Rule, load_table
 
 PAGE = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
 TOOLS = ("axolotl", "trl", "llamafactory", "torchtune")
@@ -55,7 +55,7 @@ def test_every_key_of_the_page_becomes_the_key_beside_it() -> None:
     assert len(found) > 25
     for ours, *theirs in found:
         for tool, key in zip(TOOLS, theirs, strict=True):
-            rule = table(tool).rules[key.strip("`")]
+            rule = load_table(tool).rules[key.strip("`")]
             assert ours.strip("`") in keys_of(rule), f"{tool}: {key} is not {ours}"
 
 
@@ -75,7 +75,7 @@ def test_every_key_of_the_page_becomes_the_key_beside_it() -> None:
 def test_the_defaults_of_the_page_are_those_of_the_tables(row: str, keys: tuple[str, ...]) -> None:
     (cells,) = [cells for cells in rows("Other defaults") if cells[0] == row]
     for tool, key, cell in zip(TOOLS, keys, cells[2:], strict=True):
-        values = [values[key] for when, values in table(tool).defaults if not when and key in values]
+        values = [values[key] for when, values in load_table(tool).defaults if not when and key in values]
         if key:
             shown = re.split(r"[;,]", cell)[0]
             assert values and (shown == values[-1] or float(shown) == values[-1]), f"{tool}: {key} {values} {cell}"

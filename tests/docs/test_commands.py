@@ -18,7 +18,7 @@ import typer
 from tests.docs.doc_commands import GUIDES, NOT_RUN, TUTORIALS, Command, commands_of
 from tests.support.commands import ROOT, environment, trainwright
 from trainwright.cli.main import app
-from trainwright.recipe.loading import load_recipe, recipe_of
+from trainwright.recipe.loading import build_recipe, load_recipe
 from trainwright.tasks.unlearn.evaluation.study_file import load_study
 
 ALL = [command for file in [*GUIDES, *TUTORIALS] for command in commands_of(file)]
@@ -175,4 +175,4 @@ def _check_overrides(path: list[str], overrides: list[str]) -> None:
         return
     base = ["task=sft", "model.name=x", "data.train=rows.jsonl", "train.max_steps=1", "train.global_batch_size=1"]
     for override in overrides:
-        recipe_of([*base, *([] if "adapter." not in override else ["model.adapter=lora"]), override], "the guide")
+        build_recipe([*base, *([] if "adapter." not in override else ["model.adapter=lora"]), override], "the guide")

@@ -15,7 +15,7 @@ import yaml
 from tests.support.commands import ROOT
 from trainwright.cli.main import app
 from trainwright.cli.recipe import recipe_json_schema
-from trainwright.compatibility.conversion.convert import names, table
+from trainwright.compatibility.conversion.convert import list_tools, load_table
 
 DOCS = ROOT / "docs"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md")), ROOT / "bench" / "README.md"]
@@ -86,9 +86,9 @@ def test_pages_of_the_root_link_to_pages_of_the_site(hooks: Any) -> None:
 
 def test_the_reference_has_every_key_of_other_tools(hooks: Any) -> None:
     page = hooks.conversion_reference()
-    for name in names():
-        part = page.partition(f"\n## {table(name).name}\n")[2].partition("\n## ")[0]
-        assert [key for key in table(name).rules if f"| `{key}` | " not in part] == []
+    for name in list_tools():
+        part = page.partition(f"\n## {load_table(name).name}\n")[2].partition("\n## ")[0]
+        assert [key for key in load_table(name).rules if f"| `{key}` | " not in part] == []
     assert [row for row in page.splitlines() if row.endswith("|  |")] == [], "keys without a word"
     (row,) = [row for row in page.splitlines() if row.startswith("| `train.micro_batch_size` |")]
     assert "Axolotl `micro_batch_size`" in row and "TRL `per_device_train_batch_size`" in row

@@ -15,7 +15,7 @@ from tests.support.commands import PATIENCE, environment, trainwright
 from tests.support.runs import Runs
 from trainwright.cli.recipe import recipe_json_schema
 from trainwright.doctor.diagnosis import Diagnosis, explain
-from trainwright.run.shutdown.known_errors import Role, advice, known_errors
+from trainwright.run.shutdown.known_errors import Role, format_advice, load_known_errors
 
 # Each begins with two lines: the issue that has it, and the name of the error, as its thread found it; `unknown` for an
 # error that is not in the table, `none` where nothing failed.
@@ -250,15 +250,15 @@ def test_a_log_that_cannot_be_read_ends_with_2(tmp_path: Path, log: str) -> None
 
 
 def test_names_are_unique_and_every_error_says_why_and_what_to_do() -> None:
-    names = [error.name for error in known_errors()]
+    names = [error.name for error in load_known_errors()]
     assert len(names) == len(set(names)) > 80
-    assert [error.name for error in known_errors() if not (error.cause and error.fixes and all(error.fixes))] == []
-    assert set(Role) == {error.role for error in known_errors()}
+    assert [error.name for error in load_known_errors() if not (error.cause and error.fixes and all(error.fixes))] == []
+    assert set(Role) == {error.role for error in load_known_errors()}
 
 
 def test_fixes_name_only_keys_that_recipes_have() -> None:
     schema = recipe_json_schema()
-    text = " ".join(" ".join((error.cause, *error.fixes, *error.recipe_fixes)) for error in known_errors())
+    text = " ".join(" ".join((error.cause, *error.fixes, *error.recipe_fixes)) for error in load_known_errors())
     sections = "train|optimizer|parallel|checkpoint|evaluate|logging|data"
     keys = set(re.findall(rf"(?<![\w./])({sections})\.([a-z_]+)\b(?!\()", text))
     assert len(keys) > 10
@@ -272,8 +272,8 @@ def test_fixes_name_only_keys_that_recipes_have() -> None:
 def test_the_fixes_of_a_run_of_trainwright_name_its_own_keys() -> None:
     error = "RuntimeError: [gloo/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete"
     trace = f'File "/opt/trainwright/parallel/world.py", line 10, in sum\n{error}'
-    assert "parallel.timeout" in advice(trace) and "ddp_timeout" not in advice(trace)
+    assert "parallel.timeout" in format_advice(trace) and "ddp_timeout" not in format_advice(trace)
     assert any("parallel.timeout" in fix for fix in explain(trace).fixes)
     assert any("ddp_timeout" in fix for fix in explain(error).fixes), "that of another program"
     taken = "RuntimeError: Address already in use (errno: 98)"
-    assert "--rendezvous HOST:PORT" in advice(taken) and "accelerate launch" not in advice(taken)
+    assert "--rendezvous HOST:PORT" in format_advice(taken) and "accelerate launch" not in format_advice(taken)

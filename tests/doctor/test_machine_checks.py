@@ -26,32 +26,32 @@ from trainwright.doctor.checks.check import (
     MachineReport,
     Outcome,
     Severity,
-    checks_named,
-    examine,
+    run_checks,
+    select_checks,
 )
-from trainwright.doctor.checks.cores import _capped, _heat, _shares, _slow
-from trainwright.doctor.checks.disks import _link_rate
-from trainwright.doctor.checks.gpus import _xids
-from trainwright.doctor.checks.gpus import judged as judged_copies
+from trainwright.doctor.checks.cores import _check_capped, _check_shares, _check_slow, _read_heat_counts
+from trainwright.doctor.checks.disks import _read_link_rate
+from trainwright.doctor.checks.gpus import _check_xids
+from trainwright.doctor.checks.gpus import judge_transfers as judged_copies
 from trainwright.doctor.checks.kernels import (
     TOLERANCES,
     ComparedKernel,
-    compare,
-    float8_of,
-    float8_products,
-    fused_kernels,
+    compare_kernel,
     has_fused,
-    kernels,
+    iterate_float8_products,
+    iterate_fused_kernels,
+    iterate_kernels,
+    list_float8_scales,
 )
 from trainwright.doctor.checks.nccl import EFFECTS, OLD_NAMES
-from trainwright.doctor.checks.network import _adapters
-from trainwright.doctor.checks.software import _of_build
-from trainwright.doctor.checks.two_processes import _judged as judged_sums
+from trainwright.doctor.checks.network import _check_adapters
+from trainwright.doctor.checks.software import _check_build
+from trainwright.doctor.checks.two_processes import _judge_links as judged_sums
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.detect import detect
-from trainwright.machine.links import fabric, pcie
+from trainwright.machine.links import build_fabric_link, build_pcie_link
 from trainwright.machine.machine import Gpu, Machine
-from trainwright.machine.processor import why_no_triton
+from trainwright.machine.processor import explain_no_triton
 from trainwright.run.shutdown.stop import Stopping
 
 CPU = torch.device("cpu")
@@ -86,7 +86,7 @@ def context(work: Path, machine: Machine | None = None) -> CheckContext:
 
 
 def report(tmp_path: Path, *checks: Check) -> MachineReport:
-    return examine(checks, context(tmp_path))
+    return run_checks(checks, context(tmp_path))
 
 
 def test_a_check_that_fails_or_is_not_possible_does_not_end_the_others(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_requests_that_cannot_be_met(tmp_path: Path) -> None:
     assert log.returncode == 2 and "run.log: no such check; choose from packages, torch," in log.stderr
     assert "; to find the cause in a log, pass --explain run.log" in log.stderr
     with pytest.raises(RequestError, match=r"no such check; choose from .*killed-rank, strategies$"):
-        checks_named((str(tmp_path),))
+        select_checks((str(tmp_path),))
     missing = trainwright("doctor", "disks", "--directory", "nowhere", cwd=tmp_path)
     assert missing.returncode == 2 and "--directory: nowhere is not a directory" in missing.stderr
     both = trainwright("doctor", "ports", "--explain", "run.log", cwd=tmp_path)
@@ -184,21 +184,21 @@ def test_a_page_and_json_of_the_same(tmp_path: Path) -> None:
     assert page.stdout.splitlines()[-1].startswith("1 broken: 1 check in ")
 
 
-@pytest.mark.parametrize("kernel", list(kernels(CPU)), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", list(iterate_kernels(CPU)), ids=lambda kernel: kernel.name)
 def test_kernels_of_this_processor_are_right(kernel: ComparedKernel) -> None:
-    assert compare(kernel, CPU, torch.float32) < TOLERANCES["fp32"]
-    assert compare(kernel, CPU, torch.bfloat16) < TOLERANCES["bf16"]
+    assert compare_kernel(kernel, CPU, torch.float32) < TOLERANCES["fp32"]
+    assert compare_kernel(kernel, CPU, torch.bfloat16) < TOLERANCES["bf16"]
 
 
 @needs_interpreter
-@pytest.mark.parametrize("kernel", list(fused_kernels()), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", list(iterate_fused_kernels()), ids=lambda kernel: kernel.name)
 def test_fused_kernels_are_compared_with_plain_formulas(kernel: ComparedKernel) -> None:
-    assert compare(kernel, CPU, torch.float32) < TOLERANCES["fp32"]
+    assert compare_kernel(kernel, CPU, torch.float32) < TOLERANCES["fp32"]
 
 
-@pytest.mark.parametrize("kernel", list(float8_products()), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", list(iterate_float8_products()), ids=lambda kernel: kernel.name)
 def test_products_in_float8_are_compared_in_bf16_with_those_of_a_cpu(kernel: ComparedKernel) -> None:
-    assert (kernel.precision, compare(kernel, CPU, torch.bfloat16)) == ("bf16", 0)
+    assert (kernel.precision, compare_kernel(kernel, CPU, torch.bfloat16)) == ("bf16", 0)
 
 
 def test_optional_kernels_are_checked_where_a_run_could_have_them() -> None:
@@ -206,10 +206,10 @@ def test_optional_kernels_are_checked_where_a_run_could_have_them() -> None:
         return Machine("here", "a CPU", 8, 2**36, gpus)
 
     old, new = machine(Gpu("Tesla T4", 2**34, (7, 5))), machine(Gpu("NVIDIA H100 80GB HBM3", 80 * 2**30, (9, 0)))
-    assert [has_fused(here) for here in (machine(), old, new)] == [False, False, why_no_triton() is None]
+    assert [has_fused(here) for here in (machine(), old, new)] == [False, False, explain_no_triton() is None]
     newest = machine(Gpu("NVIDIA B200", 180 * 2**30, (10, 0)))
     plain, blocks = ("rowwise", "tensorwise"), ("rowwise", "tensorwise", "mxfp8", "nvfp4")
-    assert [float8_of(here) for here in (machine(), old, new, newest)] == [blocks, (), plain, blocks]
+    assert [list_float8_scales(here) for here in (machine(), old, new, newest)] == [blocks, (), plain, blocks]
 
 
 def test_kernels_that_are_wrong_in_the_result_or_in_a_gradient_alone() -> None:
@@ -227,11 +227,11 @@ def test_kernels_that_are_wrong_in_the_result_or_in_a_gradient_alone() -> None:
     def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    assert compare(ComparedKernel("right", (x,), double, double), CPU, torch.float32) == 0
+    assert compare_kernel(ComparedKernel("right", (x,), double, double), CPU, torch.float32) == 0
     for wrong in (lambda x: x * 2.001, WrongGradient.apply, lambda x: (x * 2).index_fill(0, torch.tensor([3]), 0)):
-        assert compare(ComparedKernel("wrong", (x,), wrong, double), CPU, torch.float32) > TOLERANCES["fp32"]
+        assert compare_kernel(ComparedKernel("wrong", (x,), wrong, double), CPU, torch.float32) > TOLERANCES["fp32"]
     nothing = ComparedKernel("not a number", (x,), lambda x: x * float("nan"), double)
-    assert not compare(nothing, CPU, torch.float32) <= TOLERANCES["fp32"]
+    assert not compare_kernel(nothing, CPU, torch.float32) <= TOLERANCES["fp32"]
 
 
 def built(*kernels: str, capabilities: tuple[tuple[int, int], ...] = (), nccl: bool = True) -> dict[str, object]:
@@ -241,33 +241,33 @@ def built(*kernels: str, capabilities: tuple[tuple[int, int], ...] = (), nccl: b
 
 def test_a_torch_without_kernels_for_the_gpu_or_without_nccl() -> None:
     blackwell = ((12, 0), (12, 0))
-    (missing,) = _of_build(built("sm_80", "sm_90", capabilities=blackwell), 2)
+    (missing,) = _check_build(built("sm_80", "sm_90", capabilities=blackwell), 2)
     assert missing.severity is Severity.BROKEN and "has no kernels for compute capability 12.0" in missing.what
     assert "sm_120" in missing.fix
     for right in (("sm_80", "sm_120"), ("sm_80", "compute_90")):
-        assert list(_of_build(built(*right, capabilities=blackwell), 2)) == []
-    (older,) = _of_build(built("sm_86", capabilities=((8, 0),)), 1)
+        assert list(_check_build(built(*right, capabilities=blackwell), 2)) == []
+    (older,) = _check_build(built("sm_86", capabilities=((8, 0),)), 1)
     assert "8.0" in older.what
-    (exchange,) = _of_build(built("sm_120", capabilities=blackwell, nccl=False), 2)
+    (exchange,) = _check_build(built("sm_120", capabilities=blackwell, nccl=False), 2)
     assert exchange.what == "wrong torch build: 2.7 has no nccl"
-    (hidden,) = _of_build(built("sm_90"), 1)
+    (hidden,) = _check_build(built("sm_90"), 1)
     assert "finds none of the 1 GPUs" in hidden.what and "/proc/driver/nvidia/version" in hidden.fix
 
 
 def test_a_core_that_is_slower_than_the_others() -> None:
-    (finding,) = _slow({0: 2.0e9, 1: 2.1e9, 2: 0.8e9, 3: 2.0e9})
+    (finding,) = _check_slow({0: 2.0e9, 1: 2.1e9, 2: 0.8e9, 3: 2.0e9})
     assert "core 2 (40%)" in finding.what and "taskset" in finding.fix
-    assert list(_slow({0: 2.0e9, 1: 1.7e9})) == []
+    assert list(_check_slow({0: 2.0e9, 1: 1.7e9})) == []
 
 
 def test_time_that_is_lost_is_put_down_to_what_took_it() -> None:
-    (stopped,) = _shares({"stopped": 0.5, "waited": 0.1, "stolen": 0.1, "throttled": 0.01})
+    (stopped,) = _check_shares({"stopped": 0.5, "waited": 0.1, "stolen": 0.1, "throttled": 0.01})
     assert "was stopped for 50%" in stopped.what and "cpulimit" in stopped.fix
-    (quota,) = _shares({"stopped": 0.5, "throttled": 0.4})
+    (quota,) = _check_shares({"stopped": 0.5, "throttled": 0.4})
     assert "quota" in quota.what and "--cpus" in quota.fix
-    (stolen,) = _shares({"stopped": 0.5, "stolen": 0.4})
+    (stolen,) = _check_shares({"stopped": 0.5, "stolen": 0.4})
     assert "hypervisor gave 40%" in stolen.what
-    (waited,) = _shares({"waited": 0.5})
+    (waited,) = _check_shares({"waited": 0.5})
     assert waited.severity is Severity.NOTE
 
 
@@ -279,9 +279,9 @@ def test_clocks_and_heat_as_the_kernel_shows_them(tmp_path: Path) -> None:
         (clock / "cpuinfo_max_freq").write_text("3000000\n")
         (clock / "scaling_max_freq").write_text(f"{allowed}\n")
         (heat / "core_throttle_count").write_text(f"{core}\n")
-    (finding,) = _capped([0, 1], tmp_path)
+    (finding,) = _check_capped([0, 1], tmp_path)
     assert "the clock of 1 core is limited, of core 1 to 50%" in finding.what
-    assert _heat([0, 1, 2], tmp_path) == {0: 0, 1: 1}
+    assert _read_heat_counts([0, 1, 2], tmp_path) == {0: 0, 1: 1}
 
 
 def test_xid_errors_in_the_log_of_the_kernel() -> None:
@@ -291,14 +291,14 @@ def test_xid_errors_in_the_log_of_the_kernel() -> None:
         "[ 3.0] NVRM: Xid (PCI:0000:5e:00): 31, pid=9, name=python, Ch 00000008\n"
         "[ 4.0] usb 1-1: new device\n"
     )
-    bus, program = _xids(log)
+    bus, program = _check_xids(log)
     assert (bus.severity, program.severity) == (Severity.WARNING, Severity.NOTE)
     assert "Xid 79 for the GPU at 0000:3b:00, 2 times: the GPU has fallen off the bus" in bus.what
     assert "Xid 31" in program.what and "compute-sanitizer" in program.fix
 
 
 def test_a_link_that_is_wrong_or_slow_beside_its_datasheet(tmp_path: Path) -> None:
-    nvlink = fabric("nvlink", 4, 450e9, 8)
+    nvlink = build_fabric_link("nvlink", 4, 450e9, 8)
     gpu = Gpu("NVIDIA H100 80GB HBM3", 80 * 2**30, (9, 0), link=nvlink)
     given = context(tmp_path, machine=replace(detect(), gpus=(gpu, gpu)))
     seconds = 2**28 / 400e9
@@ -311,7 +311,7 @@ def test_a_link_that_is_wrong_or_slow_beside_its_datasheet(tmp_path: Path) -> No
 
 
 def test_pinned_memory_that_is_wrong_or_slow_beside_its_slot() -> None:
-    slot = pcie(5)
+    slot = build_pcie_link(5)
     right = {"wrong": 0, "to": 50e9, "from": 52e9}
     assert judged_copies(right, slot).findings == () and "PCIe 5" in judged_copies(right, slot).facts[0]
     (slow,) = judged_copies({**right, "from": 6e9}, slot).findings
@@ -323,9 +323,9 @@ def test_pinned_memory_that_is_wrong_or_slow_beside_its_slot() -> None:
 def test_the_rate_of_the_slot_of_a_disk(tmp_path: Path) -> None:
     (tmp_path / "current_link_speed").write_text("16.0 GT/s PCIe\n")
     (tmp_path / "current_link_width").write_text("4\n")
-    assert _link_rate(tmp_path) == pcie(4, 4).bandwidth
+    assert _read_link_rate(tmp_path) == build_pcie_link(4, 4).bandwidth
     (tmp_path / "current_link_speed").write_text("Unknown\n")
-    assert _link_rate(tmp_path) is None
+    assert _read_link_rate(tmp_path) is None
 
 
 def test_infiniband_ports_that_are_down(tmp_path: Path) -> None:
@@ -338,7 +338,7 @@ def test_infiniband_ports_that_are_down(tmp_path: Path) -> None:
         port.mkdir(parents=True)
         (port / "state").write_text(f"{state}\n")
         (port / "phys_state").write_text(f"{physical}\n")
-    (finding,) = _adapters(tmp_path)
+    (finding,) = _check_adapters(tmp_path)
     assert finding.what == "dead interface: InfiniBand adapter mlx5_1, port 1, is DOWN"
     assert "NCCL_IB_HCA=^mlx5_1" in finding.fix
 
@@ -348,7 +348,7 @@ import os, sys
 from pathlib import Path
 from tests.doctor.test_machine_checks import context
 from trainwright.doctor.checks.check import CheckEnded
-from trainwright.doctor.checks.check import answer_of
+from trainwright.doctor.checks.check import read_answer
 
 def work(answer):
     if sys.argv[1] == "crash":
@@ -358,7 +358,7 @@ def work(answer):
     answer.write_text('{"two": 2}')
 
 try:
-    print(answer_of(work, "kernels", context(Path(sys.argv[2]))))
+    print(read_answer(work, "kernels", context(Path(sys.argv[2]))))
 except CheckEnded as broken:
     print(broken.finding.what, "|", broken.finding.fix)
 """

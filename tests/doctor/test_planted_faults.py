@@ -19,7 +19,7 @@ import pytest
 from tests.support.commands import environment
 from tests.support.conditions import NotHere, as_user
 from tests.support.doctor import NEEDS_ROOT, Checked, checked, doctor, driver, group, in_shell
-from trainwright.machine.accelerators import installed_build
+from trainwright.machine.accelerators import read_installed_build
 
 PORT = "45123"
 NOBODY = 65534
@@ -361,7 +361,7 @@ def test_what_a_user_may_not_ask_a_gpu_is_said(this_machine: None, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(installed_build().cuda is not None, reason="torch is built for GPUs here")
+@pytest.mark.skipif(read_installed_build().cuda is not None, reason="torch is built for GPUs here")
 def test_a_torch_for_cpus_on_a_machine_with_a_gpu(gpu: list[str], this_machine: None, tmp_path: Path) -> None:
     found = doctor("torch", "kernels", "offload", cwd=tmp_path, before=gpu)
     finding = found.finding("torch", "1 NVIDIA GPU, and torch ", " is a build for CPUs")

@@ -12,9 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from trainwright.doctor.calibrate_cases import block_case
-from trainwright.machine.measured.quick import KINDS, Block, MeasuredBlock, blocks_to_measure
-from trainwright.planning.step_time.basis import block_passes
+from trainwright.doctor.calibrate_cases import build_block_case
+from trainwright.machine.measured.quick import KINDS, Block, MeasuredBlock, iterate_blocks_to_measure
+from trainwright.planning.step_time.basis import list_block_passes
 from trainwright.planning.trace.request import TracedModel
 
 LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -23,7 +23,7 @@ MODEL = TracedModel.of({"model_type": "llama", **LLAMA, "num_hidden_layers": 2, 
 
 @cache
 def passes() -> dict[str, MeasuredBlock]:
-    return dict(blocks_to_measure(Block(64.0, 400.0, partial(block_passes, MODEL)), 64))
+    return dict(iterate_blocks_to_measure(Block(64.0, 400.0, partial(list_block_passes, MODEL)), 64))
 
 
 class Written(TorchDispatchMode):
@@ -43,13 +43,13 @@ class Written(TorchDispatchMode):
 )
 def test_a_replay_computes_and_writes_what_the_block_does(curve: str) -> None:
     block = passes()[curve]
-    run = block_case(curve, block.sizes).build()
+    run = build_block_case(curve, block.sizes).build()
     with FlopCounterMode(display=False) as counter:
         run()
     products = sum(k.flops for k in block.kernels if KINDS[k.kind] == "product")
     assert counter.get_flop_counts()["Global"][torch.ops.aten.mm] == products
     others = block._replace(kernels=tuple(k for k in block.kernels if KINDS[k.kind] not in ("product", "attention")))
-    run = block_case(curve, others.sizes).build()
+    run = build_block_case(curve, others.sizes).build()
     with Written() as done:
         run()
     assert done.count == sum(k.launches for k in others.kernels)
@@ -60,7 +60,7 @@ def test_attention_is_that_of_sequences_of_unequal_lengths() -> None:
     block = passes()["block/fp32/forward"]
     attention = tuple(k for k in block.kernels if KINDS[k.kind] == "attention")
     assert block.sequences == 4 and len(attention) == 1
-    block_case("block/fp32/forward", block._replace(kernels=attention).sizes).build()()
+    build_block_case("block/fp32/forward", block._replace(kernels=attention).sizes).build()()
 
 
 @pytest.mark.slow

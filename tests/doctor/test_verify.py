@@ -12,7 +12,7 @@ import yaml
 
 from tests.support.commands import PATIENCE, environment, wait_for
 from tests.support.runs import ON_ROWS, TINY, Runs
-from trainwright.doctor.verify import reference_of
+from trainwright.doctor.verify import build_reference
 from trainwright.recipe.loading import load_recipe
 
 
@@ -179,7 +179,7 @@ def test_the_reference_has_the_same_micro_batches(tmp_path: Path) -> None:
             "train.gradient_accumulation_steps=2",
         ],
     )
-    reference = reference_of(chosen)
+    reference = build_reference(chosen)
     assert (reference.parallel.strategy, reference.parallel.num_processes) == ("single", 1)
     assert reference.parallel.replicate_size == 1
     assert reference.train.gradient_accumulation_steps == 8

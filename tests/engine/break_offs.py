@@ -40,7 +40,7 @@ def stopped_everywhere(directory: str, overrides: list[str], every: int) -> None
             fixed = [ON_ROWS, f"parallel.num_processes={size}", "logging.observers.tensorboard=false"]
             resolved = resolve(load_recipe(TINY, [*fixed, *overrides]), detect())
             run.mkdir()
-            run_directory.record(run, run_directory.recipe_text(resolved.recipe), "tiny", [])
+            run_directory.record(run, run_directory.format_recipe(resolved.recipe), "tiny", [])
         own = dist.PrefixStore(f"launch-{launches}", store)
         own.set(f"ready-{rank}", "")
         own.wait([f"ready-{each}" for each in range(size)])

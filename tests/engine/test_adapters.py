@@ -20,12 +20,12 @@ from tests.parallel.generation import step
 from tests.support.runs import ON_ROWS, ROOT, TINY, Runs, column, difference, events
 from tests.support.training import Case, Trained, built, train
 from trainwright.engine.checkpoints.checkpoint import CheckpointError, Checkpoints
-from trainwright.engine.checkpoints.export import check_checkpoint, check_export, gathered
-from trainwright.engine.task import task_module
+from trainwright.engine.checkpoints.export import check_checkpoint, check_export, gather_parameters
+from trainwright.engine.task import import_task_module
 from trainwright.errors import TrainingError
 from trainwright.machine.detect import detect
 from trainwright.models.load import load_config
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World, join, leave
 from trainwright.recipe.loading import load_recipe
@@ -207,7 +207,7 @@ def read_back_without_room(cases: list[list[str]], directory: str) -> None:
         _, task, strategy = built(world, [*FEW, "evaluate.every=null", *overrides])
         step(task, strategy)
         final, different = Path(directory) / str(index), list[str]()
-        tensors = gathered(strategy, different)
+        tensors = gather_parameters(strategy, different)
         if world.is_main:
             task.export(tensors, final)
         for _ in tensors:
@@ -250,7 +250,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     AutoModelForCausalLM.from_config(load_config(ModelSection(config=config, tokenizer="bytes"))).save_pretrained(
         directory
     )
-    bytes_tokenizer().save_pretrained(directory)
+    build_bytes_tokenizer().save_pretrained(directory)
     return directory
 
 
@@ -335,7 +335,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
 def test_a_checkpoint_that_is_not_the_adapter_is_not_kept(runs: Runs, tmp_path: Path, change: str) -> None:
     loaded = load_recipe(TINY, [ON_ROWS, *FEW, "model.adapter=lora", "parallel.num_processes=1"])
     recipe = resolve(loaded, detect()).recipe
-    task = task_module(recipe).build(recipe, runs.directory / "cache")
+    task = import_task_module(recipe).build(recipe, runs.directory / "cache")
     alone = World(0, 1, 0, 1, torch.device("cpu"))
     trained = {f"model.{name}": p.detach() for name, p in task.module.named_parameters() if p.requires_grad}
     if change != "zero":

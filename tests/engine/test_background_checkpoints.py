@@ -157,9 +157,9 @@ def test_a_kill_at_any_moment_of_the_write_loses_that_checkpoint_alone(tmp_path:
     time.sleep(chance.uniform(0, time.monotonic() - begun))
     process.kill()
     process.join()
-    found, refused = Checkpoints(directory, keep_last=2, keep_best=False).latest()
+    found, refused = Checkpoints(directory, keep_last=2, keep_best=False).find_latest()
     assert found is not None and not refused
-    with found.reader() as read:
+    with found.open_reader() as read:
         shard = state(float(found.step))["model.3"]
         assert torch.equal(read("model.3", shard), shard.local)
 
@@ -188,7 +188,7 @@ def test_what_changes_once_the_copy_is_done_does_not_reach_the_checkpoint(
         shard.local.fill_(-1.0)
     saved = one.flush()
     assert saved is not None
-    with Checkpoint.open(saved.path).reader() as read:
+    with Checkpoint.open(saved.path).open_reader() as read:
         for name, shard in state(1.0).items():
             assert torch.equal(read(name, shard), shard.local), name
 

@@ -9,7 +9,7 @@ import pytest
 from tests.support.runs import ON_ROWS, TINY, Runs, column, difference, events
 from tests.support.training import Case, train
 from trainwright.machine.detect import detect
-from trainwright.planning.facts import facts_of
+from trainwright.planning.facts import build_facts
 from trainwright.recipe.loading import load_recipe
 from trainwright.run.resolve import resolve
 
@@ -41,7 +41,7 @@ def test_the_tokens_of_a_step_are_planned(runs: Runs) -> None:
     (start,) = events(run, "start")
     assert (start["global_batch_size"], start["batch_unit"]) == (4, "packs")
     tokens = column(run, "tokens")
-    planned = facts_of(resolve(load_recipe(TINY, list(settings)), detect()).recipe).workload
+    planned = build_facts(resolve(load_recipe(TINY, list(settings)), detect()).recipe).workload
     mean = tokens[-2] / (len(tokens) - 1)  # the last step may be smaller
     assert 0.8 * 4 * 256 < mean <= 4 * 256
     assert planned.batch_tokens == pytest.approx(mean, rel=0.15)

@@ -9,7 +9,7 @@ import pytest
 from tests.support.runs import ON_ROWS, TINY, Runs, column, difference, events
 from tests.support.training import Case, train
 from trainwright.machine.detect import detect
-from trainwright.planning.facts import facts_of
+from trainwright.planning.facts import build_facts
 from trainwright.recipe.loading import load_recipe
 from trainwright.run.resolve import resolve
 
@@ -46,7 +46,7 @@ def test_the_examples_of_a_step_are_planned(runs: Runs, pack: str) -> None:
     tokens = column(run, "tokens")
     steps = [after - before for before, after in zip([0, *tokens], tokens, strict=False)]
     assert max(steps) <= 1200 and all(1200 - step < 256 for step in steps[:-1])
-    workload = facts_of(resolve(load_recipe(TINY, list(settings)), detect()).recipe).workload
+    workload = build_facts(resolve(load_recipe(TINY, list(settings)), detect()).recipe).workload
     mean = tokens[-2] / (len(tokens) - 1)  # the last step may be smaller
     assert workload.batch_tokens == pytest.approx(mean, rel=0.15)
     assert workload.most_batch_tokens == 1200

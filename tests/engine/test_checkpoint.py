@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from trainwright.engine.checkpoints import checkpoint as module
 from trainwright.engine.checkpoints import manifest, writer
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointError, Checkpoints
-from trainwright.engine.checkpoints.manifest import checksum
+from trainwright.engine.checkpoints.manifest import compute_checksum
 from trainwright.engine.checkpoints.writer import write_tensors
 from trainwright.errors import RequestError
 from trainwright.parallel.layout import Shard
@@ -53,7 +53,7 @@ def save(directory: Path, *steps: int, what: Mapping[str, Shard] | None = None) 
 def test_tensor_files_are_safetensors_with_the_checksum_of_their_bytes(tmp_path: Path) -> None:
     size, digest = write_tensors(tmp_path / "x.safetensors", tensors())
     with (tmp_path / "x.safetensors").open("rb") as file:
-        assert (size, digest) == checksum(file)
+        assert (size, digest) == compute_checksum(file)
     loaded = load_file(tmp_path / "x.safetensors")
     assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors().items())
 
@@ -80,10 +80,10 @@ def test_what_a_slow_disk_has_not_written_yet_is_little_at_any_time(
 
 
 def test_what_was_saved_is_read_back_bit_for_bit(tmp_path: Path) -> None:
-    found, refused = save(tmp_path, 10).latest()
+    found, refused = save(tmp_path, 10).find_latest()
     assert found is not None and refused == []
     assert found.state == {"progress": {"step": 10}}
-    with found.reader() as read:
+    with found.open_reader() as read:
         for name, tensor in tensors().items():
             assert torch.equal(read(name, Shard.full(torch.empty_like(tensor))), tensor)
     assert not any(path.name.startswith(".") for path in (tmp_path / "checkpoints").iterdir())
@@ -96,7 +96,7 @@ def test_blocks_of_one_split_are_read_in_another(tmp_path: Path) -> None:
         block = Shard(whole[begin:end], (10, 3), (begin, 0))
         parts.append(module._write_part(directory / "parts", rank, {"w": block}))
     manifest.finish(directory / "parts", directory / "done", parts, "{}", "")
-    with Checkpoint.open(directory / "done").reader() as read:
+    with Checkpoint.open(directory / "done").open_reader() as read:
         for begin, end in [(0, 10), (0, 5), (5, 10), (3, 9), (7, 8)]:
             wanted = Shard(torch.empty(end - begin, 3), (10, 3), (begin, 0))
             assert torch.equal(read("w", wanted), whole[begin:end])
@@ -119,7 +119,7 @@ def test_a_flipped_byte_is_refused_by_name_and_the_one_before_is_used(tmp_path: 
     content = bytearray(file.read_bytes())
     content[int(place * len(content))] ^= 1
     file.write_bytes(content)
-    found, refused = made.latest()
+    found, refused = made.find_latest()
     assert found is not None and found.path == made.path(10)
     assert len(refused) == 1 and str(file) in str(refused[0])
 
@@ -139,7 +139,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str) -> Non
     else:
         for path in made.path(20).iterdir():
             path.unlink()
-    found, refused = made.latest()
+    found, refused = made.find_latest()
     assert found is not None and found.path == made.path(10) and len(refused) == 1
 
 
@@ -194,9 +194,9 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
 
 
 def test_another_models_checkpoint_is_refused_by_the_tensors_name(tmp_path: Path) -> None:
-    found, _ = save(tmp_path, 10).latest()
+    found, _ = save(tmp_path, 10).find_latest()
     assert found is not None
-    with found.reader() as read:
+    with found.open_reader() as read:
         with pytest.raises(RequestError, match=r"model\.other"):
             read("model.other", Shard.full(torch.empty(2)))
         with pytest.raises(RequestError, match=r"model.weight has shape \[6, 4\].*\[6, 5\]"):
@@ -206,9 +206,9 @@ def test_another_models_checkpoint_is_refused_by_the_tensors_name(tmp_path: Path
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     made = save(tmp_path, 10)
     (made.path(10) / "state.json").write_text("broken")
-    assert made.latest()[0] is None
+    assert made.find_latest()[0] is None
     save(tmp_path, 10)
-    found, _ = made.latest()
+    found, _ = made.find_latest()
     assert found is not None and json.loads((found.path / "state.json").read_text()) == {"progress": {"step": 10}}
 
 
@@ -221,11 +221,11 @@ def test_checkpoints_that_cannot_be_used_do_not_count_among_the_last(tmp_path: P
     damage(made, 15)
     damage(made, 20)
     resumed = checkpoints(tmp_path)
-    assert resumed.latest()[0] is not None
+    assert resumed.find_latest()[0] is not None
     resumed.save(WORLD, 13, shards(), {}, "")
     resumed.prune(best=None)
     assert resumed.steps() == [10, 13, 15, 20]
-    found, _ = checkpoints(tmp_path).latest()
+    found, _ = checkpoints(tmp_path).find_latest()
     assert found is not None and found.path == made.path(13)
 
 
@@ -246,7 +246,7 @@ def test_pruning_reads_nothing_of_what_this_process_has_written_or_read(
 ) -> None:
     save(tmp_path, 10)
     made = checkpoints(tmp_path)
-    assert made.latest()[0] is not None
+    assert made.find_latest()[0] is not None
     read: list[object] = []
     original = module.Checkpoint.open
     monkeypatch.setattr(
@@ -264,7 +264,7 @@ def test_pruning_reads_no_tensors_of_checkpoints_that_an_earlier_process_has_wri
     save(tmp_path, 10, 20, 30, 40)
     made = checkpoints(tmp_path, keep_last=4)
     (made.path(30) / "rank-00000.safetensors").write_bytes(b"cut")
-    found, _ = made.latest()
+    found, _ = made.find_latest()
     assert found is not None and found.step == 40
     made.save(WORLD, 50, shards(), {}, "")
     read: list[str] = []
@@ -287,7 +287,7 @@ def test_only_names_as_they_are_written_are_checkpoints(tmp_path: Path) -> None:
     for name in ("step-7", "step-²", "step-٠٠٠٠٠٠٤٠", "step-0000000011", "step-00000012x", "step--0000013", "step-"):
         (directory / name).mkdir()
     assert made.steps() == [10]
-    found, refused = made.latest()
+    found, refused = made.find_latest()
     assert found is not None and refused == []
     made.prune(best=None)
 
@@ -299,14 +299,14 @@ def test_what_is_no_directory_is_refused_by_name_and_gives_way(tmp_path: Path) -
     made.path(20).write_text("a file")
     made.path(30).symlink_to(outside.path(30))
     made.path(40).symlink_to(tmp_path / "nowhere")
-    found, refused = made.latest()
+    found, refused = made.find_latest()
     assert found is not None and found.path == made.path(10)
     assert [str(made.path(step)) in str(line) for step, line in zip((40, 30, 20), refused, strict=True)] == [True] * 3
     for step in (20, 30, 40):
         made.save(WORLD, step, shards(), {"progress": {"step": step}}, "")
         assert made.path(step).is_dir() and not made.path(step).is_symlink()
     made.prune(best=None)
-    assert made.steps() == [30, 40] and made.latest()[1] == []
+    assert made.steps() == [30, 40] and made.find_latest()[1] == []
     assert (outside.path(30) / "manifest.json").is_file()
     assert not [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.startswith(".")]
 
@@ -321,14 +321,14 @@ def test_a_link_in_the_place_of_a_checkpoint_being_written_is_not_followed(tmp_p
 
 def test_a_rank_without_tensors_of_its_own_has_a_file_that_verifies(tmp_path: Path) -> None:
     made = save(tmp_path, 10, what={"model.scalar": Shard(torch.tensor(1.0), (), (), 1, 2)})
-    assert made.latest()[0] is not None
+    assert made.find_latest()[0] is not None
 
 
 def test_a_tensor_without_elements_is_read_back(tmp_path: Path) -> None:
     made = save(tmp_path, 10, what=shards() | {"model.empty": Shard.full(torch.empty(0, 4, dtype=torch.bfloat16))})
-    found, _ = made.latest()
+    found, _ = made.find_latest()
     assert found is not None
-    with found.reader() as read:
+    with found.open_reader() as read:
         empty = read("model.empty", Shard.full(torch.empty(0, 4, dtype=torch.bfloat16)))
         assert (empty.shape, empty.dtype) == ((0, 4), torch.bfloat16)
         with pytest.raises(RequestError, match=r"model\.other"):

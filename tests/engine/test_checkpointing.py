@@ -190,7 +190,7 @@ def test_what_completes_a_checkpoint_in_the_background_is_in_its_phase(
     checkpointing, _ = make("checkpoint.background=true")
     save(checkpointing, 10)
     monkeypatch.setattr(heartbeat, "_own", Heartbeat(tmp_path / "beat"))
-    heartbeat.phase("step policies and observers", 11)
+    heartbeat.begin_phase("step policies and observers", 11)
 
     def complete() -> bool:
         checkpointing.advance([checkpointing.report])

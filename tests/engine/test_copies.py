@@ -462,6 +462,6 @@ def test_a_model_that_cannot_be_copied_is_told_and_tried_again(tmp_path: Path) -
     copies.wait()
     (problem,) = copies.problems()
     assert str(broken) in problem and "tried again" in problem
-    (line,) = copies.recovered()
+    (line,) = copies.take_recovered()
     assert "final" in line
     assert _copied(str(broken)) == _files(final)

@@ -16,7 +16,7 @@ def advice(losses: list[float], rate: float, norms: list[float] | None = None, u
     for loss, norm in zip(losses, norms or [1.0] * len(losses), strict=True):
         divergence.add(StepGradients(None, loss, norm, [], []))  # type: ignore[arg-type]
     optimizer = OptimizerSection(learning_rate=rate)
-    return divergence.advice(optimizer, rate, len(losses) if updates is None else updates)
+    return divergence.describe_advice(optimizer, rate, len(losses) if updates is None else updates)
 
 
 @pytest.mark.parametrize(

@@ -118,13 +118,13 @@ def test_any_flipped_byte_of_a_manifest_is_noticed(tmp_path: Path) -> None:
             changed = bytearray(content)
             changed[place] ^= bit
             manifest.write_bytes(changed)
-            found, refused = made.latest()
+            found, refused = made.find_latest()
             if found is None:
                 assert str(manifest) in str(refused[0]) or str(saved) in str(refused[0])
             else:  # white space may be any
                 assert json.loads(manifest.read_bytes()) == believed
     manifest.write_bytes(content)
-    assert made.latest()[0] is not None
+    assert made.find_latest()[0] is not None
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_a_loss_that_is_no_number_stops_before_the_weights_are_touched(
     assert not (run / "final").exists()
 
     assert checkpoints(run).steps()[-1] == step - 1
-    found, refused = checkpoints(run).latest()
+    found, refused = checkpoints(run).find_latest()
     assert found is not None and not refused
     for file in found.path.glob("*.safetensors"):
         for name, tensor in load_file(file).items():
@@ -289,7 +289,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(runs: Runs, count: int
         ended = runs.resume(run, "checkpoint.every=4").wait()
         assert ended.code == 0, ended.stdout + ended.stderr
         assert [path.name for path in directory.iterdir()] == [f"step-{step:08d}"]
-        assert checkpoints(run).latest()[0] is not None
+        assert checkpoints(run).find_latest()[0] is not None
     faults = events(run, "fault")
     assert faults and all("No space left on device" in fault["detail"] for fault in faults)
     assert all(fault["kind"] == "checkpoint" and fault["action"] == "continue" for fault in faults)
@@ -453,7 +453,7 @@ def test_a_run_whose_directory_is_deleted_ends_with_words(runs: Runs, count: int
     assert "log: " not in ended.stderr  # it is gone, too
     assert "Traceback" not in ended.stderr
     assert not started.run.exists(), "it is not made again without what was in it"
-    assert checkpoints(moved).latest()[0] is not None
+    assert checkpoints(moved).find_latest()[0] is not None
 
 
 @pytest.mark.slow

@@ -71,7 +71,7 @@ def refusal(checkpoint: Path) -> str:
         with pytest.raises(CheckpointError) as caught:
             Checkpoint.open(checkpoint)
         # As the other ranks read it.
-        with pytest.raises(CheckpointError), Checkpoint.open(checkpoint, verify=False).reader() as read:
+        with pytest.raises(CheckpointError), Checkpoint.open(checkpoint, verify=False).open_reader() as read:
             read("model.weight", Shard.full(torch.empty(6, 4)))
             read("model.bias", Shard.full(torch.empty(6)))
         read_from = {path for path in _opened if "outside" in path or path.startswith("/dev")}
@@ -177,7 +177,7 @@ def test_a_file_with_a_real_header_of_two_gigabytes_is_refused_at_once(checkpoin
         file.truncate(length + 128)
     with pytest.raises(CheckpointError, match="size or checksum differs"):
         Checkpoint.open(checkpoint)
-    with pytest.raises(CheckpointError, match=TENSORS), Checkpoint.open(checkpoint, verify=False).reader() as read:
+    with pytest.raises(CheckpointError, match=TENSORS), Checkpoint.open(checkpoint, verify=False).open_reader() as read:
         read("model.weight", Shard.full(torch.empty(6, 4)))
 
 

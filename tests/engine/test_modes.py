@@ -12,7 +12,7 @@ from tests.support.runs import Runs
 from tests.support.training import ALONE, Case, train
 from trainwright.data.stream.stream import MicroBatch, Stream, StreamSettings
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.engine.optimizer import optimizer_factory
+from trainwright.engine.optimizer import build_optimizer_factory
 from trainwright.engine.task import ForwardOnly
 from trainwright.parallel.replicated.replicated import Replicated
 from trainwright.parallel.strategy import StrategyConfig
@@ -55,7 +55,7 @@ class Dropping(nn.Module):
 
 
 def test_what_is_looked_at_is_computed_without_dropout_and_training_goes_on_with_it() -> None:
-    make_optimizer = optimizer_factory(OptimizerSection())
+    make_optimizer = build_optimizer_factory(OptimizerSection())
     strategy = Replicated(
         StrategyConfig(ParallelSection(strategy="single"), ALONE, Dropping(), make_optimizer, torch.float32)
     )

@@ -11,8 +11,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.operations import Operations
-from trainwright.engine.optimizer import optimizer_factory
-from trainwright.engine.optimizers.muon import Muon, orthogonalized
+from trainwright.engine.optimizer import build_optimizer_factory
+from trainwright.engine.optimizers.muon import Muon, orthogonalize
 from trainwright.recipe.schema import OptimizerSection
 
 STEPS = 3
@@ -47,7 +47,7 @@ def gradients(step: int) -> dict[str, torch.Tensor]:
 
 def trained(name: str, rate: float = 0.02) -> dict[str, torch.Tensor]:
     made = parameters()
-    optimizer = optimizer_factory(section(name))(made.items())
+    optimizer = build_optimizer_factory(section(name))(made.items())
     for group in optimizer.param_groups:
         group["lr"] = rate
     for step in range(STEPS):
@@ -66,7 +66,7 @@ def test_matrices_of_blocks_move_by_their_momentum_made_orthogonal(rate: float) 
             gradient = gradients(step)[name]
             momentum = 0.9 * momentum + 0.1 * gradient
             ahead = 0.1 * gradient + 0.9 * momentum  # Nesterov
-            update = 0.2 * math.sqrt(max(NAMES[name])) * orthogonalized(ahead)
+            update = 0.2 * math.sqrt(max(NAMES[name])) * orthogonalize(ahead)
             weight = weight * (1 - rate * 0.3) - rate * update
         torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
 
@@ -101,8 +101,8 @@ def test_matrices_of_a_stack_are_made_orthogonal_one_by_one(shape: tuple[int, in
     stack = torch.randn((3, *shape), generator=torch.Generator().manual_seed(7)) * torch.tensor([1.0, 30.0, 0.1]).view(
         3, 1, 1
     )
-    for matrix, result in zip(stack, orthogonalized(stack), strict=True):
-        torch.testing.assert_close(result, orthogonalized(matrix), rtol=1e-6, atol=1e-6)
+    for matrix, result in zip(stack, orthogonalize(stack), strict=True):
+        torch.testing.assert_close(result, orthogonalize(matrix), rtol=1e-6, atol=1e-6)
 
 
 def test_equal_matrices_on_a_gpu_are_one_stack() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.engine.optimizer import optimizer_factory
+from trainwright.engine.optimizer import build_optimizer_factory
 from trainwright.recipe.schema import OptimizerSection
 
 RATE, DECAY = 0.1, 0.5
@@ -31,7 +31,7 @@ def test_matrices_are_decayed_and_norms_and_biases_are_not(name: str) -> None:
             parameter.fill_(1.0)
             parameter.grad = torch.zeros_like(parameter)  # so that the decay is all that changes
     section = OptimizerSection.model_validate({"name": name, "learning_rate": RATE, "weight_decay": DECAY})
-    optimizer_factory(section)(model.named_parameters()).step()
+    build_optimizer_factory(section)(model.named_parameters()).step()
     for parameter_name, parameter in model.named_parameters():
         expected = 1 - RATE * DECAY if parameter_name in DECAYED else 1.0
         torch.testing.assert_close(parameter.data, torch.full_like(parameter, expected), msg=parameter_name)
@@ -40,6 +40,6 @@ def test_matrices_are_decayed_and_norms_and_biases_are_not(name: str) -> None:
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_every_parameter_is_in_one_group(name: str) -> None:
     model = SmallModel()
-    optimizer = optimizer_factory(OptimizerSection.model_validate({"name": name}))(model.named_parameters())
+    optimizer = build_optimizer_factory(OptimizerSection.model_validate({"name": name}))(model.named_parameters())
     grouped = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     assert sorted(grouped) == sorted(map(id, model.parameters()))

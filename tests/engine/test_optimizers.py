@@ -14,10 +14,10 @@ from torch import nn
 from tests.support.runs import TINY, Runs, difference
 from tests.support.slow import slow_but
 from tests.support.training import Case, train
-from trainwright.engine.optimizer import optimizer_factory
+from trainwright.engine.optimizer import build_optimizer_factory
 from trainwright.errors import RequestError
 from trainwright.parallel.strategy import DividedByRows, RowShards
-from trainwright.planning.memory.inventory import Inventory, Weight, optimizer_state
+from trainwright.planning.memory.inventory import Inventory, Weight, sum_optimizer_state
 from trainwright.planning.workload import OptimizerState
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import OptimizerSection
@@ -54,7 +54,7 @@ def ours(name: str, **settings: Any) -> tuple[Named, torch.optim.Optimizer]:
     section = OptimizerSection.model_validate(
         {"name": name, "learning_rate": RATE, "weight_decay": DECAY, "betas": (0.8, 0.7), **settings}
     )
-    optimizer = optimizer_factory(section)(made.items())
+    optimizer = build_optimizer_factory(section)(made.items())
     step_all(optimizer, made)
     return made, optimizer
 
@@ -138,7 +138,7 @@ def test_adafactor_factors_the_last_two_dimensions_of_experts() -> None:
     grads = [torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     weights = [nn.Parameter(torch.ones(3, 6, 4)) for _ in range(2)]
     section = OptimizerSection.model_validate({"name": "adafactor", "learning_rate": RATE})
-    one = optimizer_factory(section)([("experts", weights[0])])
+    one = build_optimizer_factory(section)([("experts", weights[0])])
     other = Adafactor([weights[1]], lr=RATE, scale_parameter=False, relative_step=False)
     for grad in grads:
         for weight, optimizer in zip(weights, (one, other), strict=True):
@@ -181,7 +181,7 @@ SOAPED = ("block.up.weight", "block.down.weight")
 
 def test_soap_begins_with_the_eigenvectors_of_the_first_gradient_and_moves_nothing_by_it() -> None:
     made, start = parameters(), parameters()
-    optimizer = optimizer_factory(OptimizerSection(name="soap", betas=(0.8, 0.7)))(made.items())
+    optimizer = build_optimizer_factory(OptimizerSection(name="soap", betas=(0.8, 0.7)))(made.items())
     step_all(optimizer, made, [0])
     for name in SOAPED:
         gradient, state = gradients(0)[name].double(), optimizer.state[made[name]]
@@ -199,7 +199,7 @@ def test_soap_is_adam_in_a_basis_that_follows_its_preconditioners() -> None:
     steps, first, second, eps = 12, 0.8, 0.7, 1e-8
     made, start = parameters(), parameters()
     section = OptimizerSection(name="soap", learning_rate=RATE, weight_decay=DECAY, betas=(first, second), eps=eps)
-    optimizer = optimizer_factory(section)(made.items())
+    optimizer = build_optimizer_factory(section)(made.items())
     step_all(optimizer, made, [0])
     bases = {
         name: [optimizer.state[made[name]][f"{side}_basis"].double() for side in ("left", "right")] for name in SOAPED
@@ -232,12 +232,14 @@ def test_soap_moves_all_other_parameters_by_adamw() -> None:
 
 def test_soap_has_no_preconditioner_of_a_long_side() -> None:
     weight = nn.Parameter(torch.ones(3, 10_001))
-    optimizer = optimizer_factory(OptimizerSection(name="soap"))([("block.weight", weight)])
+    optimizer = build_optimizer_factory(OptimizerSection(name="soap"))([("block.weight", weight)])
     for seed in range(2):
         weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
         optimizer.step()
     assert {*optimizer.state[weight]} == {"step", "exp_avg", "exp_avg_sq", "left", "left_basis"}
-    planned = optimizer_state(Inventory((Weight(0, "block.weight", (3, 10_001), True),), 1, 4), OptimizerState("soap"))
+    planned = sum_optimizer_state(
+        Inventory((Weight(0, "block.weight", (3, 10_001), True),), 1, 4), OptimizerState("soap")
+    )
     assert planned == sum(4 * tensor.numel() for tensor in optimizer.state[weight].values())
 
 
@@ -257,7 +259,7 @@ def test_the_state_has_the_bytes_that_are_planned(name: str, average: bool) -> N
     made, optimizer = ours(name, **({"betas": (0.9, 0.999)}), **({"ema_decay": 0.9} if average else {}))
     bytes_ = sum(t.numel() * t.element_size() for state in optimizer.state.values() for t in state.values())
     weights = [Weight(0, key, tuple(parameter.shape), True) for key, parameter in made.items()]
-    planned = optimizer_state(Inventory(tuple(weights), 1, 4), OptimizerState(name, True, average))
+    planned = sum_optimizer_state(Inventory(tuple(weights), 1, 4), OptimizerState(name, True, average))
     assert planned == pytest.approx(bytes_, rel=0.02)
 
 
@@ -265,7 +267,7 @@ def test_sgd_without_momentum_has_no_state_and_none_is_planned() -> None:
     made, optimizer = ours("sgd", momentum=0.0)
     assert not any(value is not None for state in optimizer.state.values() for value in state.values())
     weights = [Weight(0, key, tuple(parameter.shape), True) for key, parameter in made.items()]
-    assert optimizer_state(Inventory(tuple(weights), 1, 4), OptimizerState("sgd", momentum=False)) == 0
+    assert sum_optimizer_state(Inventory(tuple(weights), 1, 4), OptimizerState("sgd", momentum=False)) == 0
 
 
 WIDE = (
@@ -329,7 +331,7 @@ def test_whether_a_state_has_8_bits_follows_from_the_whole_parameter() -> None:
     pytest.importorskip("bitsandbytes")
     part = nn.Parameter(torch.ones(16, 128))
     section = OptimizerSection.model_validate({"name": "adamw_8bit"})
-    optimizer = optimizer_factory(section)([("block.weight", part)])
+    optimizer = build_optimizer_factory(section)([("block.weight", part)])
     assert isinstance(optimizer, DividedByRows)
     optimizer.divide(RowShards(2, lambda parameter: (32, 128), lambda tensor: None))
     part.grad = torch.ones_like(part)

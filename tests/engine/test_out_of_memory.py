@@ -21,12 +21,12 @@ from tests.support.slow import slow_but
 from tests.support.workers import by_hand
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.event_reader import EventRecord
-from trainwright.engine.out_of_memory import MemoryShortage, attempt
-from trainwright.engine.policies.micro_batch_halving import remedy
+from trainwright.engine.out_of_memory import MemoryShortage, catch_shortage
+from trainwright.engine.policies.micro_batch_halving import describe_remedy
 from trainwright.machine.detect import detect
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.run.resolve import resolve
-from trainwright.run.run_directory import reasons, record
+from trainwright.run.run_directory import read_reasons, record
 
 # A few large tensors, which the C library maps one by one. In addition to what a forked process begins with, a run in
 # micro-batches of 8 rows takes 650 to 700 MiB, of 4 rows 500 to 550, of 2 rows up to 400.
@@ -112,7 +112,7 @@ def test_one_process_goes_on_with_half_the_micro_batch(runs: Runs) -> None:
     rows = rows_kept(run)
     kept = Checkpoints(run / "checkpoints", keep_last=2, keep_best=True)
     assert load_recipe(kept.path(4) / "recipe.yaml").train.micro_batch_size == rows
-    assert reasons(run)[-1].startswith(f"train.micro_batch_size {rows}: {2 * rows} ran out of memory at step ")
+    assert read_reasons(run)[-1].startswith(f"train.micro_batch_size {rows}: {2 * rows} ran out of memory at step ")
     again = runs.trained(recipe=run / "recipe.yaml")
     assert events(again, "start")[0]["micro_batch_size"] == rows
     same_run(again, unlimited)
@@ -122,13 +122,15 @@ def test_a_shortage_says_what_was_asked_for_and_what_helps() -> None:
     def work() -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1048576 bytes.")
 
-    shortage = attempt(work)
+    shortage = catch_shortage(work)
     assert isinstance(shortage, MemoryShortage)
     assert shortage.detail.startswith("1.0 MiB requested, ")
     recipe = load_recipe(TINY, ["parallel.strategy=single", "train.activation_checkpointing=none"])
-    assert remedy(recipe, 4) == "resume with train.micro_batch_size=2"
-    assert remedy(recipe, 1).startswith("try train.activation_checkpointing=full or a strategy that shards ")
-    assert ") when resuming, or a smaller data.pack_length and data.max_length in a new run" in remedy(recipe, 1)
+    assert describe_remedy(recipe, 4) == "resume with train.micro_batch_size=2"
+    assert describe_remedy(recipe, 1).startswith("try train.activation_checkpointing=full or a strategy that shards ")
+    assert ") when resuming, or a smaller data.pack_length and data.max_length in a new run" in describe_remedy(
+        recipe, 1
+    )
 
 
 @pytest.mark.slow
@@ -164,7 +166,7 @@ def test_sharded_ranks_are_started_again_with_half_the_micro_batch(runs: Runs) -
     assert fault["action"] in ended.stdout and "error:" not in ended.stderr
     assert [start["micro_batch_size"] for start in events(run, "start")][:2] == [8, 4]
     same_run(run, unlimited)
-    assert reasons(run)[-1].startswith(f"train.micro_batch_size {rows_kept(run)}: ")
+    assert read_reasons(run)[-1].startswith(f"train.micro_batch_size {rows_kept(run)}: ")
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from tests.support.runs import ON_ROWS, Runs, difference, events
 from tests.support.slow import slow_but
 from tests.support.training import Case, train
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
-from trainwright.engine.optimizer import optimizer_factory, parameter_groups
+from trainwright.engine.optimizer import build_optimizer_factory, build_parameter_groups
 from trainwright.errors import RequestError
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.strategy import check_averages, set_learning_rate
@@ -37,7 +37,7 @@ def rates_and_decays(names: tuple[str, ...] = NAMES, **settings: Any) -> dict[st
     section = OptimizerSection.model_validate({"learning_rate": RATE, "weight_decay": DECAY, **settings})
     made = parameters(names)
     key = {id(parameter): name for name, parameter in made.items()}
-    optimizer = torch.optim.SGD(parameter_groups(made.items(), section), RATE)
+    optimizer = torch.optim.SGD(build_parameter_groups(made.items(), section), RATE)
     set_learning_rate(optimizer, RATE)
     return {key[id(p)]: (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
 
@@ -71,7 +71,7 @@ def test_loraplus_has_the_rates_of_peft() -> None:
     rate_of = {id(p): group["lr"] for group in theirs.param_groups for p in group["params"]}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     section = OptimizerSection.model_validate({"learning_rate": RATE, "loraplus_ratio": 16})
-    optimizer = optimizer_factory(section)(trained.items())
+    optimizer = build_optimizer_factory(section)(trained.items())
     set_learning_rate(optimizer, RATE)
     found = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     assert found == pytest.approx(rate_of)
@@ -142,7 +142,7 @@ def test_averages_are_resumed_to_the_bit_and_exported(runs: Runs, tmp_path: Path
     assert [event["metrics"] for event in events(run, "evaluate")] == whole.metrics()
     average, before, weights = torch.empty(()), torch.empty(()), {}
     for step in range(1, 5):
-        with Checkpoint.open(run / "checkpoints" / f"step-{step:08d}").reader() as read:
+        with Checkpoint.open(run / "checkpoints" / f"step-{step:08d}").open_reader() as read:
             name, shape = "model.model.layers.0.mlp.up_proj.weight", (128, 64)
             shard = Shard.full(torch.empty(shape, device="meta"))
             weights[step], average = read(f"model.{name}", shard), read(f"optimizer.average.{name}", shard)
@@ -168,7 +168,7 @@ def test_a_strategy_without_averages_is_refused_with_them() -> None:
 def test_averages_begin_at_the_first_weights() -> None:
     section = OptimizerSection.model_validate({"name": "sgd", "momentum": 0.0, "learning_rate": 1.0, "ema_decay": 0.75})
     weight = nn.Parameter(torch.full((3,), 2.0))
-    optimizer = optimizer_factory(section)([("weight", weight)])
+    optimizer = build_optimizer_factory(section)([("weight", weight)])
     expected = weight.detach().clone()
     for step in range(3):
         weight.grad = torch.full((3,), -1.0 - step)

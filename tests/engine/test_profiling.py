@@ -15,7 +15,7 @@ from tests.support.runs import ON_ROWS, TINY, Runs, events
 from trainwright.engine.policies.profiling import merge
 from trainwright.errors import RequestError
 from trainwright.observe.reports.figures import RunFigures
-from trainwright.observe.reports.page import report_of
+from trainwright.observe.reports.page import build_report
 from trainwright.recipe.loading import load_recipe
 
 SETTINGS = (ON_ROWS, "data.validation=null", "train.max_steps=6", "checkpoint.every=2")
@@ -80,7 +80,7 @@ def test_the_report_has_the_slowest_operators(runs: Runs) -> None:
     assert 0 < sum(operator["share"] for operator in profile["operators"]) <= 1 + 1e-9
     assert any(operator["name"] == "aten::mm" for operator in profile["operators"])
     assert not any("phase" in operator["name"] for operator in profile["operators"])
-    page = report_of(RunFigures.read(run))
+    page = build_report(RunFigures.read(run))
     assert "aten::mm" in page and "steps-3-4.json.gz" in page
 
 

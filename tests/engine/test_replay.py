@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.support.runs import ON_ROWS, TINY, Finished, Runs, difference, events
-from trainwright.engine.policies.replay import Passes, _mismatches, _odd_ones
-from trainwright.faults.drills.planted import flip
-from trainwright.models.files import checksum
+from trainwright.engine.policies.replay import Passes, _find_mismatches, _find_odd_ones
+from trainwright.faults.drills.planted import flip_bit
+from trainwright.models.files import compute_checksum
 
 SETTINGS = (ON_ROWS, "train.max_steps=12", "checkpoint.every=2", "evaluate.every=null", "faults.replay_every=3")
 
@@ -39,19 +39,19 @@ def test_any_flipped_bit_changes_a_checksum() -> None:
         whole = torch.randn(7, 5).to(dtype)
         for bit in range(bits - 1):
             other = whole.clone()
-            flip(other, 0.5, bit)
-            assert checksum(other) != checksum(whole)
-            assert checksum(other.t()) == checksum(other)
+            flip_bit(other, 0.5, bit)
+            assert compute_checksum(other) != compute_checksum(whole)
+            assert compute_checksum(other.t()) == compute_checksum(other)
 
 
 def test_the_odd_one_out_is_known_from_three_on() -> None:
-    assert _odd_ones([5, 5, 4]) == [2]
-    assert _odd_ones([5, 4]) == [] and _odd_ones([1, 2, 3]) == []
+    assert _find_odd_ones([5, 5, 4]) == [2]
+    assert _find_odd_ones([5, 4]) == [] and _find_odd_ones([1, 2, 3]) == []
     # What a rank computes of its own, and of the next rank's.
     right = [Passes([1], [2]), Passes([2], [3]), Passes([3], [1])]
-    assert _mismatches(right) == []
-    assert _mismatches([right[0], Passes([9], [3]), right[2]]) == [1]
-    assert _mismatches([right[0], Passes([2], [9]), right[2]]) == [2]
+    assert _find_mismatches(right) == []
+    assert _find_mismatches([right[0], Passes([9], [3]), right[2]]) == [1]
+    assert _find_mismatches([right[0], Passes([2], [9]), right[2]]) == [2]
 
 
 @pytest.mark.slow

@@ -15,10 +15,10 @@ from tests.support.runs import ON_ROWS, Runs, column, events
 from tests.support.training import ALONE, trainer_of
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.checkpoints.checkpointing import Checkpointing
-from trainwright.engine.checkpoints.saving import Saving, best_interval
+from trainwright.engine.checkpoints.saving import Saving, compute_best_interval
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.sections.fields import seconds_of
+from trainwright.recipe.sections.fields import parse_seconds
 
 RECIPE = "task: sft\nmodel: {config: {model_type: llama}, tokenizer: bytes}\ndata: {train: rows.jsonl}\n"
 
@@ -41,7 +41,7 @@ def saved_at(every: int | str | None, step_seconds: float, steps: int, cost: flo
             found.append(clock.now - 1000)
             clock.now += cost
             saving.started()
-            saving.took(cost)
+            saving.record_seconds(cost)
     return found
 
 
@@ -72,13 +72,13 @@ def test_training_does_not_wait_for_a_checkpoint_that_takes_longer_than_the_inte
     for step in range(1, 50_000):
         clock.now += 1.0
         if complete is not None and clock.now >= complete:
-            saving.took(blocks)
+            saving.record_seconds(blocks)
             complete = None
         if saving.is_due(step, writing=complete is not None):
             if complete is not None:  # at most one is written at a time
                 blocked += complete - clock.now
                 clock.now = complete
-                saving.took(blocks)
+                saving.record_seconds(blocks)
             saves.append(clock.now)
             saving.started()
             clock.now += blocks
@@ -87,7 +87,7 @@ def test_training_does_not_wait_for_a_checkpoint_that_takes_longer_than_the_inte
     total = 50_000 + blocked
     assert len(saves) > 10
     assert blocked == blocks * len(saves), "it waits for no disk"
-    usual = 600.0 if between is None else best_interval(blocks, seconds_of(between))
+    usual = 600.0 if between is None else compute_best_interval(blocks, parse_seconds(between))
     gaps = [later - earlier for earlier, later in itertools.pairwise(saves)]
     assert all(gap <= max(usual, written + blocks) + 3 for gap in gaps)
     assert between == "1 min" or blocked <= 0.02 * total
@@ -126,7 +126,7 @@ def lost(interval: float, cost: float, between: float) -> float:
 @pytest.mark.parametrize("between", [600.0, 6 * 3600.0, 7 * 24 * 3600.0])
 def test_the_interval_for_failures_at_random_loses_the_least_time(cost: float, between: float) -> None:
     best = minimize_scalar(lost, args=(cost, between), bounds=(1e-3, 10 * between), method="bounded")
-    assert lost(best_interval(cost, between), cost, between) - 1 <= 1.02 * (best.fun - 1)
+    assert lost(compute_best_interval(cost, between), cost, between) - 1 <= 1.02 * (best.fun - 1)
 
 
 def test_a_run_that_fails_often_saves_often() -> None:
@@ -137,7 +137,7 @@ def test_a_run_that_fails_often_saves_often() -> None:
     clock.now += 0.5
     assert saving.is_due(1), "before the cost is known, and long before the next failure"
     saving.started()
-    saving.took(0.3)
+    saving.record_seconds(0.3)
     clock.now += 5.5
     assert not saving.is_due(2)
     clock.now += 0.5
@@ -150,7 +150,7 @@ def test_one_that_cannot_be_written_is_tried_again_soon_and_then_later_each_time
     saving = Saving("auto", clock=clock)
     for cost in (1.0, 1.0):
         saving.started()
-        saving.took(cost)
+        saving.record_seconds(cost)
 
     def next_due() -> float:
         since = clock.now
@@ -168,7 +168,7 @@ def test_one_that_cannot_be_written_is_tried_again_soon_and_then_later_each_time
     assert found[:3] == [120, 240, 480]
     assert found[-1] == max(600, waits / 0.02)
     saving.started()
-    saving.took(1.0)
+    saving.record_seconds(1.0)
     assert next_due() == 600, "what failing costs is not what writing costs"
 
 
@@ -176,17 +176,17 @@ def test_one_that_cannot_be_written_is_tried_again_soon_and_then_later_each_time
 def test_one_slow_checkpoint_does_not_delay_the_next(between: str | None) -> None:
     clock = Clock()
     saving = Saving("auto", between, clock)
-    usual = 600.0 if between is None else best_interval(1.0, 6 * 3600)
+    usual = 600.0 if between is None else compute_best_interval(1.0, 6 * 3600)
     for cost in (1.0, 1.0, 600.0, 1.0, 1.0):
         saving.started()
-        saving.took(cost)
+        saving.record_seconds(cost)
         clock.now += usual - 1
         assert not saving.is_due(1)
         clock.now += 2
         assert saving.is_due(1)
     for cost in (60.0, 60.0):  # a disk that stays slow does
         saving.started()
-        saving.took(cost)
+        saving.record_seconds(cost)
     clock.now += usual + 1
     assert not saving.is_due(1)
 
@@ -199,7 +199,7 @@ def test_steps_times_and_never() -> None:
 
 @pytest.mark.parametrize(("time", "seconds"), [("600 s", 600), ("10 min", 600), ("1.5h", 5400), ("2 hours", 7200)])
 def test_times_are_read_as_people_write_them(tmp_path: Path, time: str, seconds: float) -> None:
-    assert seconds_of(time) == seconds
+    assert parse_seconds(time) == seconds
     (tmp_path / "recipe.yaml").write_text(f"{RECIPE}checkpoint: {{every: {time}}}\n")
     assert load_recipe(tmp_path / "recipe.yaml").checkpoint.every == time
 

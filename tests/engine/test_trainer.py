@@ -14,7 +14,7 @@ import torch
 
 from tests.support.training import ALONE, trainer_of
 from trainwright.engine.checkpoints.checkpoint import Checkpoint
-from trainwright.engine.evaluate import _batch_statistics, evaluate
+from trainwright.engine.evaluate import _compute_batch_statistics, evaluate
 from trainwright.engine.events import Record
 from trainwright.engine.out_of_memory import MemoryShortage
 from trainwright.engine.policies.base import (
@@ -29,7 +29,7 @@ from trainwright.engine.progress import EVALUATION, LossStatistics, Noise, Train
 from trainwright.engine.task import ForwardOnly
 from trainwright.engine.trainer import Trainer
 from trainwright.errors import RequestError
-from trainwright.faults.hangs.judge import limit
+from trainwright.faults.hangs.judge import choose_limit
 from trainwright.machine.allocator import ResidentMemory
 from trainwright.parallel.world import World
 from trainwright.utils import heartbeat
@@ -169,7 +169,9 @@ def test_shares_of_ranks_add_up_to_the_metrics_of_the_validation_split(make: Mak
 
     def sums() -> torch.Tensor:
         parts = [
-            part for step in range(len(validation)) for part in _batch_statistics(trainer.task, trainer.strategy, step)
+            part
+            for step in range(len(validation))
+            for part in _compute_batch_statistics(trainer.task, trainer.strategy, step)
         ]
         return torch.stack(parts).sum(0)
 
@@ -348,13 +350,13 @@ def test_a_rewind_has_a_phase_of_its_own_in_which_it_verifies_and_loads(
     trainer._step()
     trainer._checkpointing.save(required=True)
     monkeypatch.setattr(heartbeat, "_own", own := Heartbeat(tmp_path / "beat"))
-    heartbeat.phase("optimizer", 2)
+    heartbeat.begin_phase("optimizer", 2)
     phases: list[str] = []
     own.changed = lambda use, step, micro_batch: phases.append(use.phase)
     trainer._rewind(RewindRequested("non_finite", 0, "step 2 is not finite"))
     assert trainer.progress.step == 1 and set(phases) == {"rewinding"}
     beat = read(tmp_path / "beat")
-    assert beat is not None and limit(beat) == 7200.0
+    assert beat is not None and choose_limit(beat) == 7200.0
 
 
 class _CountsLate(StepPolicy):
@@ -390,7 +392,7 @@ def test_a_policy_that_a_checkpoint_does_not_know_begins_as_it_was_made(make: Ma
     trainer._step()
     trainer._checkpointing.save(required=True)
     trainer = replace(trainer, policies=[Begins])
-    found = trainer.newest_checkpoint()
+    found = trainer.find_newest_checkpoint()
     assert found is not None
     trainer.resume(found)
     assert trainer._policies[-1].state == {"begun": 1.0}
@@ -459,7 +461,7 @@ def test_the_first_rows_of_a_step_are_collated_in_the_step_before_and_once(
 
     monkeypatch.setattr(type(dataset), "sequence", recorded)
     trainer.run_steps(steps)
-    shares = [trainer.task.stream.global_batch(step).for_rank(0, 1) for step in range(steps)]
+    shares = [trainer.task.stream.global_batch(step).select_for_rank(0, 1) for step in range(steps)]
     expected = []
     for step, share in enumerate(shares):
         for number, micro in enumerate(share):

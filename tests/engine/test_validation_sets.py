@@ -10,10 +10,10 @@ import pytest
 
 from tests.support.runs import ON_ROWS, ROWS, TINY, Runs, difference, events
 from tests.support.training import Case, train
-from trainwright.data.stream.dataset_cache import prepare, validation_parts
+from trainwright.data.stream.dataset_cache import list_validation_parts, prepare
 from trainwright.data.stream.stream import SetSizes
 from trainwright.errors import RequestError
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.data import DataSection
 
@@ -97,7 +97,7 @@ def test_sets_of_a_pretraining_run(runs: Runs, tmp_path: Path) -> None:
 
 def test_a_step_is_of_one_set() -> None:
     sizes = SetSizes(4, {"a": 9, "b": 4, "c": 1})
-    assert [(sizes.before(step), sizes.at(step), sizes.set_of(step)) for step in range(sizes.steps_for(14))] == [
+    assert [(sizes.before(step), sizes.at(step), sizes.set_of(step)) for step in range(sizes.count_steps_for(14))] == [
         (0, 4, "a"),
         (4, 4, "a"),
         (8, 1, "a"),
@@ -109,17 +109,17 @@ def test_a_step_is_of_one_set() -> None:
 def test_rows_are_stored_set_after_set(tmp_path: Path) -> None:
     sets = {"near": f"{ROWS}[:3]", "held": 4, "far": {"source": str(ROWS), "limit": 2}}
     data = DataSection.model_validate({"train": str(ROWS), "validation": sets, "max_length": 512})
-    found = prepare(data, bytes_tokenizer(), seed=0, cache=tmp_path)
+    found = prepare(data, build_bytes_tokenizer(), seed=0, cache=tmp_path)
     assert found.sets == {"near": 3, "held": 4, "far": 2} and found.validation is not None
     assert len(found.validation) == 9
-    parts = [key for _, key in validation_parts(data)]
+    parts = [key for _, key in list_validation_parts(data)]
     assert parts == ["data.validation.near", "data.train", "data.validation.far"]
     held = found.held_out()
     assert held[:, 0].tolist() == [0] * 3 + [1] * 4 + [2] * 2
     assert held[held[:, 0] == 0, 1].tolist() == [0, 1, 2] and held[held[:, 0] == 2, 1].tolist() == [0, 1]
-    alone = prepare(data.model_copy(update={"validation": 4}), bytes_tokenizer(), seed=0, cache=tmp_path)
+    alone = prepare(data.model_copy(update={"validation": 4}), build_bytes_tokenizer(), seed=0, cache=tmp_path)
     assert alone.sets == {} and held[held[:, 0] == 1, 1].tolist() == alone.held_out()[:, 1].tolist()
-    again = prepare(data, bytes_tokenizer(), seed=0, cache=tmp_path)
+    again = prepare(data, build_bytes_tokenizer(), seed=0, cache=tmp_path)
     assert again.sets == found.sets and again.validation is not None
     assert again.validation.fingerprint == found.validation.fingerprint
 
@@ -147,4 +147,4 @@ def test_what_cannot_be_is_refused(words: tuple[str, ...], message: str) -> None
 def test_a_set_without_rows_is_named(tmp_path: Path) -> None:
     data = DataSection.model_validate({"train": str(ROWS), "validation": {"far": str(tmp_path / "none.jsonl")}})
     with pytest.raises(RequestError, match=r"data\.validation\.far: "):
-        prepare(data, bytes_tokenizer(), seed=0, cache=tmp_path)
+        prepare(data, build_bytes_tokenizer(), seed=0, cache=tmp_path)

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 
-TOKENIZER = bytes_tokenizer()
+TOKENIZER = build_bytes_tokenizer()
 PROMPTS = [
     list(text.encode()) for text in ("hello there, how are you", "a", "the quick brown fox jumps over", "xyz 123")
 ]

@@ -11,7 +11,7 @@ import pytest
 from trainwright.data.rows.chat_encoding import encode_messages
 from trainwright.errors import RequestError
 from trainwright.inference.prompts import PromptEncoder, read_questions
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 
 
 def written(directory: Path, *rows: Any) -> str:
@@ -92,7 +92,7 @@ def test_a_row_that_is_wrong_is_named_with_its_line(tmp_path: Path, row: dict[st
 
 
 def test_a_prompt_is_what_training_sees_up_to_the_answer() -> None:
-    tokenizer = bytes_tokenizer()
+    tokenizer = build_bytes_tokenizer()
     tokenizer.chat_template = "{{ 'Today: ' + strftime_now('%d %b %Y') + '\\n' }}" + tokenizer.chat_template
     conversation = [user("a"), assistant("b"), user("Hi")]
     ids, targets = encode_messages(tokenizer, [*conversation, assistant("Hello")])
@@ -105,19 +105,19 @@ def test_a_prompt_is_what_training_sees_up_to_the_answer() -> None:
 
 
 def test_a_plain_text_is_continued_as_it_is() -> None:
-    encode = PromptEncoder(bytes_tokenizer(), plain=True)
+    encode = PromptEncoder(build_bytes_tokenizer(), plain=True)
     assert encode("Hi") == list(b"Hi") == encode([user("Hi")])
 
 
 def test_a_system_turn_opens_conversations_that_have_none() -> None:
-    encode = PromptEncoder(bytes_tokenizer(), plain=False, system="Be brief.")
-    assert "Be brief." in bytes_tokenizer().decode(encode([user("Hi")]))
+    encode = PromptEncoder(build_bytes_tokenizer(), plain=False, system="Be brief.")
+    assert "Be brief." in build_bytes_tokenizer().decode(encode([user("Hi")]))
     own = encode([{"role": "system", "content": "Own."}, user("Hi")])
-    assert "Be brief." not in bytes_tokenizer().decode(own)
+    assert "Be brief." not in build_bytes_tokenizer().decode(own)
 
 
 def test_a_template_that_refuses_a_conversation_is_named() -> None:
-    tokenizer = bytes_tokenizer()
+    tokenizer = build_bytes_tokenizer()
     refuses = "{% if messages[0]['content'] == 'no' %}{{ raise_exception('not that') }}{% endif %}"
     tokenizer.chat_template = refuses + tokenizer.chat_template
     with pytest.raises(RequestError, match="rejects the conversation: not that"):

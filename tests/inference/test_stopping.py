@@ -7,14 +7,14 @@ from typing import Any
 from tests.data.test_templates import CHATML, byte_level
 from tests.inference.models import TOKENIZER, model_of
 from trainwright.inference.generation import Stop, stop_of
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 
 
 def test_the_models_own_ends_and_that_of_the_templates_turns() -> None:
     model: Any = model_of("llama")
     model.generation_config.eos_token_id = [7, 9]
     assert stop_of(model, TOKENIZER, chat=True).tokens == {7, 9, 258}
-    tokenizer = bytes_tokenizer()
+    tokenizer = build_bytes_tokenizer()
     tokenizer.eos_token = "<|pad|>"
     assert stop_of(model, tokenizer, chat=True).tokens == {7, 9, 256, 258}
     assert stop_of(model, tokenizer, chat=False).tokens == {7, 9, 256, 258}, "258 is the model's own"
@@ -31,7 +31,7 @@ def test_a_token_that_only_the_template_closes_turns_with_ends_answers_of_conver
 
 
 def test_a_template_that_closes_turns_with_a_text() -> None:
-    tokenizer = bytes_tokenizer()
+    tokenizer = build_bytes_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\n###\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
@@ -41,7 +41,7 @@ def test_a_template_that_closes_turns_with_a_text() -> None:
 
 
 def test_the_first_stop_text_counts_wherever_its_tokens_begin() -> None:
-    stop = Stop(frozenset()).with_texts(["\n\n", "Q:", ""])
+    stop = Stop(frozenset()).add_texts(["\n\n", "Q:", ""])
     assert stop.before("one Q: two\n\n") == "one "
     assert stop.before("none") == "none"
     assert stop.ended(TOKENIZER, list(b"a long line before it\n\n"))

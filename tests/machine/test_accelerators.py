@@ -9,9 +9,16 @@ import pynvml
 import pytest
 
 from trainwright.errors import MachineError
-from trainwright.machine.accelerators import Build, Nvml, other_vendor, refuse_unusable, unusable, with_device
-from trainwright.machine.describe import cluster_of
-from trainwright.machine.detect import _gpu_memory, listed_gpus
+from trainwright.machine.accelerators import (
+    Build,
+    Nvml,
+    explain_unusable,
+    find_other_vendor,
+    refuse_unusable,
+    restrict_to_device,
+)
+from trainwright.machine.describe import build_cluster
+from trainwright.machine.detect import _read_gpu_memory, parse_gpu_rows
 from trainwright.machine.machine import Gpu, Machine
 
 CUDA, CPU, ROCM = Build("2.13.0", "12.8"), Build("2.13.0+cpu", None), Build("2.13.0", None, "6.4")
@@ -38,7 +45,7 @@ def kfd(root: Path, *nodes: tuple[int, int]) -> None:
 
 
 def reasons(root: Path, chosen: int = 0, nvml: Nvml | None = None, build: Build = CUDA, **variables: str) -> str:
-    return "; ".join(unusable(chosen, nvml or Nvml(error="Driver Not Loaded"), build, root, variables))
+    return "; ".join(explain_unusable(chosen, nvml or Nvml(error="Driver Not Loaded"), build, root, variables))
 
 
 def test_a_machine_without_accelerators_has_no_reasons(tmp_path: Path) -> None:
@@ -113,14 +120,14 @@ def test_amd_gpus_that_were_not_given_to_a_container(tmp_path: Path) -> None:
 
 def test_gpus_of_other_vendors_are_those_that_a_torch_of_theirs_lists(tmp_path: Path) -> None:
     kfd(tmp_path, (64, 0), (0, 304), (0, 304))
-    assert [other_vendor(build, tmp_path) for build in (ROCM, XPU, CUDA)] == ["AMD", None, None]
+    assert [find_other_vendor(build, tmp_path) for build in (ROCM, XPU, CUDA)] == ["AMD", None, None]
     found = reasons(tmp_path, build=ROCM)
     assert "torch 2.13.0 does not list the 2 AMD GPUs (ROCm) (it finds none): give this process /dev/kfd" in found
     assert reasons(tmp_path, 2, build=ROCM) == ""
     row = {"name": "AMD Instinct MI300X", "memory_bytes": 191 * 2**30, "capability": [9, 4], "free_bytes": 2**30}
-    gpus = listed_gpus("AMD", [{**row, "uuid": f"GPU-{index}"} for index in range(2)])
+    gpus = parse_gpu_rows("AMD", [{**row, "uuid": f"GPU-{index}"} for index in range(2)])
     machine = replace(PLAIN, gpus=gpus, is_here=True)
-    cluster = cluster_of(machine)
+    cluster = build_cluster(machine)
     assert (machine.device, machine.has_bf16, cluster.planned_only) == ("cuda", True, None)
     assert (cluster.card.name, cluster.card.vendor, cluster.device_free_bytes) == ("MI300X", "AMD", 2**30)
     assert cluster.link.kind == "infinity_fabric"
@@ -128,19 +135,19 @@ def test_gpus_of_other_vendors_are_those_that_a_torch_of_theirs_lists(tmp_path: 
 
 def test_an_intel_gpu_is_an_xpu(tmp_path: Path) -> None:
     pci(tmp_path, "0000:9a:00.0", "0x8086", "0x038000")
-    assert other_vendor(XPU, tmp_path) == "Intel"
+    assert find_other_vendor(XPU, tmp_path) == "Intel"
     row = {"memory_bytes": 11 * 2**30, "capability": [0, 0], "free_bytes": None, "uuid": "86"}
-    (known,) = listed_gpus("Intel", [{**row, "name": "Intel(R) Arc(TM) B580 Graphics"}])
-    (unknown,) = listed_gpus("Intel", [{**row, "name": "Intel(R) Arc(TM) B999 Graphics"}])
+    (known,) = parse_gpu_rows("Intel", [{**row, "name": "Intel(R) Arc(TM) B580 Graphics"}])
+    (unknown,) = parse_gpu_rows("Intel", [{**row, "name": "Intel(R) Arc(TM) B999 Graphics"}])
     machine = replace(PLAIN, gpus=(known,))
-    assert (machine.device, known.capability, cluster_of(machine).card.name) == ("xpu", (20, 1), "B580")
-    assumed = cluster_of(replace(PLAIN, gpus=(unknown,)))
+    assert (machine.device, known.capability, build_cluster(machine).card.name) == ("xpu", (20, 1), "B580")
+    assumed = build_cluster(replace(PLAIN, gpus=(unknown,)))
     assert (assumed.device, assumed.card.vendor) == ("xpu", "Intel") and "not in the catalog" in assumed.assumptions[0]
-    assert with_device(machine, "xpu") is machine
+    assert restrict_to_device(machine, "xpu") is machine
     with pytest.raises(
         MachineError, match=r"cuda, but the GPUs are of Intel, whose type in torch is xpu .*set it to xpu"
     ):
-        with_device(machine, "cuda")
+        restrict_to_device(machine, "cuda")
 
 
 @pytest.mark.parametrize("name", ["nvhost-gpu", "nvgpu"])
@@ -157,7 +164,7 @@ def test_a_gpu_without_memory_of_its_own_has_the_machines(monkeypatch: pytest.Mo
         raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", refuse)
-    assert _gpu_memory(None) is None
+    assert _read_gpu_memory(None) is None
 
 
 def test_gpus_that_were_set_aside_and_are_not_there(tmp_path: Path) -> None:
@@ -171,21 +178,21 @@ def test_a_recipe_that_leaves_the_device_open_stops_where_one_cannot_be_used() -
     broken = replace(WITH_GPU, unusable=("torch is a build for CPUs: install another",))
     for asked in ("auto", "cuda"):
         with pytest.raises(MachineError, match=rf"^parallel\.device: {asked}, but torch is .*set parallel\.device=cpu"):
-            with_device(broken, asked)
+            restrict_to_device(broken, asked)
     with pytest.raises(MachineError, match=r"^torch is .*CUDA_VISIBLE_DEVICES= to use the CPU"):
         refuse_unusable(broken)
-    assert with_device(broken, "cpu") == PLAIN
-    assert with_device(PLAIN, "auto") == PLAIN and with_device(WITH_GPU, "auto") == WITH_GPU
+    assert restrict_to_device(broken, "cpu") == PLAIN
+    assert restrict_to_device(PLAIN, "auto") == PLAIN and restrict_to_device(WITH_GPU, "auto") == WITH_GPU
 
 
 def test_a_recipe_that_asks_for_a_gpu_does_not_train_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert with_device(WITH_GPU, "cuda") == WITH_GPU
+    assert restrict_to_device(WITH_GPU, "cuda") == WITH_GPU
     with pytest.raises(MachineError, match=r"parallel\.device: cuda, but no GPU was found .*a processor"):
-        with_device(PLAIN, "cuda")
+        restrict_to_device(PLAIN, "cuda")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(MachineError, match="CUDA_VISIBLE_DEVICES is '', which hides them"):
-        with_device(PLAIN, "cuda")
+        restrict_to_device(PLAIN, "cuda")
 
 
 def test_a_recipe_that_asks_for_the_cpu_has_it_beside_gpus() -> None:
-    assert with_device(WITH_GPU, "cpu") == PLAIN
+    assert restrict_to_device(WITH_GPU, "cpu") == PLAIN

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from trainwright.errors import RequestError
-from trainwright.machine.catalog import card_of_gpu, cards, find_card
+from trainwright.machine.catalog import find_card, list_cards, look_up_gpu_card
 
 REQUIRED = (
     "V100-16GB V100-32GB T4 A10 A10G A30 A40 L4 L40 L40S A100-40GB A100-80GB A100-PCIe-40GB A100-PCIe-80GB A800-80GB "
@@ -17,11 +17,11 @@ REQUIRED = (
 
 
 def test_the_cards_people_have_are_in_it() -> None:
-    assert set(REQUIRED.split()) <= {card.name for card in cards()}
+    assert set(REQUIRED.split()) <= {card.name for card in list_cards()}
 
 
 def test_every_card_is_complete_and_cites_its_datasheet() -> None:
-    for card in cards():
+    for card in list_cards():
         assert card.source is not None and card.source.title and card.source.url.startswith("https://")
         assert 0.90 < card.memory_bytes / card.nominal_bytes < 1.08, card.name  # GB against GiB, and reserves
         assert 0.2e12 < card.memory_bandwidth < 10e12
@@ -31,7 +31,7 @@ def test_every_card_is_complete_and_cites_its_datasheet() -> None:
 
 
 def test_rates_are_dense_and_in_order() -> None:
-    for card in (card for card in cards() if card.vendor != "Intel"):
+    for card in (card for card in list_cards() if card.vendor != "Intel"):
         rates = card.rates
         assert rates["fp32"] <= rates.get("tf32", rates["fp32"]) <= rates["fp16"], card.name
         assert rates.get("bf16", rates["fp16"]) == rates["fp16"]
@@ -167,13 +167,13 @@ def test_the_power_of_a_card_can_be_limited(written: str) -> None:
 
 
 def test_a_slice_of_a_gpu_is_not_taken_for_the_whole() -> None:
-    whole = card_of_gpu("NVIDIA A100-SXM4-80GB", 79 * 2**30)
+    whole = look_up_gpu_card("NVIDIA A100-SXM4-80GB", 79 * 2**30)
     assert whole is not None and whole.name == "A100-80GB"
-    assert card_of_gpu("NVIDIA A100-SXM4-80GB", 20 * 2**30) is None
-    assert card_of_gpu("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 40 * 2**30) is None
+    assert look_up_gpu_card("NVIDIA A100-SXM4-80GB", 20 * 2**30) is None
+    assert look_up_gpu_card("NVIDIA A100-SXM4-80GB MIG 3g.40gb", 40 * 2**30) is None
 
 
 def test_names_mean_one_card_each() -> None:
-    for card in cards():
+    for card in list_cards():
         for name in (card.name, *card.aliases):
             assert find_card(name) is card

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from trainwright.errors import RequestError
-from trainwright.machine.describe import cluster_of, parse_machine
+from trainwright.machine.describe import build_cluster, parse_machine
 from trainwright.machine.detect import detect
-from trainwright.machine.links import fabric, pcie
+from trainwright.machine.links import build_fabric_link, build_pcie_link
 from trainwright.machine.machine import Gpu, Machine
 
 GIB = 2**30
@@ -113,12 +113,12 @@ def machine(*gpus: Gpu) -> Machine:
 
 
 def gpu(name: str = "NVIDIA A100-SXM4-40GB", free: int = 39, span: int = 4) -> Gpu:
-    link = fabric("nvlink", 3, 300e9, span) if span else pcie(4)
-    return Gpu(name, 39 * GIB, (8, 0), free * GIB, link, pcie(4))
+    link = build_fabric_link("nvlink", 3, 300e9, span) if span else build_pcie_link(4)
+    return Gpu(name, 39 * GIB, (8, 0), free * GIB, link, build_pcie_link(4))
 
 
 def test_a_detected_gpu_has_the_rates_of_its_card_and_its_own_memory() -> None:
-    cluster = cluster_of(machine(gpu(free=30), gpu(), gpu(), gpu()))
+    cluster = build_cluster(machine(gpu(free=30), gpu(), gpu(), gpu()))
     assert (cluster.name, cluster.device) == ("4xA100-40GB", "cuda")
     assert cluster.card.rate("bf16") == 312e12
     assert (cluster.card.memory_bytes, cluster.usable_bytes) == (39 * GIB, 30 * GIB)
@@ -127,26 +127,26 @@ def test_a_detected_gpu_has_the_rates_of_its_card_and_its_own_memory() -> None:
 
 
 def test_gpus_that_bridges_join_in_pairs_are_as_fast_as_their_slots() -> None:
-    cluster = cluster_of(machine(*[gpu(span=2)] * 4))
+    cluster = build_cluster(machine(*[gpu(span=2)] * 4))
     assert (cluster.link.kind, cluster.link.generation) == ("pcie", 4)
-    assert cluster_of(machine(*[gpu(span=2)] * 2)).link.kind == "nvlink"
+    assert build_cluster(machine(*[gpu(span=2)] * 2)).link.kind == "nvlink"
 
 
 def test_a_gpu_that_is_not_in_the_catalog_is_taken_for_the_one_most_like_it() -> None:
-    cluster = cluster_of(machine(gpu("NVIDIA Abacus"), gpu("NVIDIA Abacus")))
+    cluster = build_cluster(machine(gpu("NVIDIA Abacus"), gpu("NVIDIA Abacus")))
     assert cluster.card.name == "NVIDIA Abacus" and cluster.card.source is None
     assert cluster.card.rate("bf16") == 312e12
     assert "as fast as A100" in cluster.assumptions[0] and "calibrate" in cluster.assumptions[0]
 
 
 def test_gpus_that_differ_are_taken_for_the_smallest() -> None:
-    small = Gpu("Tesla T4", 15 * GIB, (7, 5), 15 * GIB, pcie(3), pcie(3))
-    cluster = cluster_of(machine(gpu(span=0), small))
+    small = Gpu("Tesla T4", 15 * GIB, (7, 5), 15 * GIB, build_pcie_link(3), build_pcie_link(3))
+    cluster = build_cluster(machine(gpu(span=0), small))
     assert cluster.card.name == "T4" and "differ" in cluster.assumptions[0]
 
 
 def test_nodes_like_this_one_share_a_network() -> None:
-    cluster = cluster_of(machine(gpu(), gpu()), nodes=4, network_bits=100e9)
+    cluster = build_cluster(machine(gpu(), gpu()), nodes=4, network_bits=100e9)
     assert cluster.devices == 8
     assert cluster.network is not None and cluster.network.bandwidth == pytest.approx(100e9 / 8 / 2)
 
@@ -154,7 +154,7 @@ def test_nodes_like_this_one_share_a_network() -> None:
 @pytest.mark.usefixtures("this_machine")
 def test_this_machine_is_described() -> None:
     found = detect()
-    cluster = cluster_of(found)
+    cluster = build_cluster(found)
     assert cluster.devices == max(1, len(found.gpus))
     assert found.memory_free_bytes is not None and 0 < found.memory_free_bytes <= found.memory_bytes
     assert found.disk_free_bytes is not None and found.disk_free_bytes > 0

@@ -10,14 +10,16 @@ import pytest
 
 from tests.support.commands import trainwright
 from trainwright.errors import RequestError
-from trainwright.machine.describe import cluster_of, parse_machine
+from trainwright.machine.describe import build_cluster, parse_machine
 from trainwright.machine.detect import detect
-from trainwright.machine.links import fabric, pcie
+from trainwright.machine.links import build_fabric_link, build_pcie_link
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.machine.processor import Processor
 
 GIB = 2**30
-GPU = Gpu("NVIDIA H100 80GB HBM3", 80 * GIB, (9, 0), 79 * GIB, fabric("nvlink", 4, 450e9, 8), pcie(5))
+GPU = Gpu(
+    "NVIDIA H100 80GB HBM3", 80 * GIB, (9, 0), 79 * GIB, build_fabric_link("nvlink", 4, 450e9, 8), build_pcie_link(5)
+)
 AMX = Processor("GenuineIntel", 6, ("amx_bf16", "avx2", "avx512_bf16", "avx512f"), 2.2e9)
 MACHINES = {
     "cores": Machine("a", "Some CPU", 16, 64 * GIB, (), 60 * GIB, 100 * GIB, AMX),
@@ -32,7 +34,7 @@ def test_what_is_written_is_taken_for_this_machine(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("TRAINWRIGHT_MACHINE", str(first))
     found = detect()
     assert {**asdict(found), "described_by": None} == asdict(MACHINES[kind])
-    assert cluster_of(found).assumptions[0] == f"this machine is described by {first} (TRAINWRIGHT_MACHINE)"
+    assert build_cluster(found).assumptions[0] == f"this machine is described by {first} (TRAINWRIGHT_MACHINE)"
 
     written = trainwright("machine", "--json", cwd=tmp_path, TRAINWRIGHT_MACHINE=str(first))
     assert written.returncode == 0, written.stderr
@@ -45,7 +47,7 @@ def test_a_described_machine_stands_in_for_this_one(tmp_path: Path, monkeypatch:
     file = tmp_path / "machine.json"
     file.write_text(trainwright("machine", "--on", "2x8xH100", "--json", cwd=tmp_path).stdout)
     monkeypatch.setenv("TRAINWRIGHT_MACHINE", str(file))
-    node, here = parse_machine("8xH100"), cluster_of(detect())
+    node, here = parse_machine("8xH100"), build_cluster(detect())
     for key in ("name", "device", "devices", "card", "link", "host_memory_bytes", "cpu_cores"):
         assert getattr(here, key) == getattr(node, key), key
 
@@ -100,7 +102,7 @@ def test_the_rates_of_cores_follow_from_their_instructions(
     processor: Processor, fp32: float, bf16: float | None
 ) -> None:
     machine = Machine("here", "Some CPU", 4, 8 * GIB, (), processor=processor)
-    rates = cluster_of(machine).card.rates
+    rates = build_cluster(machine).card.rates
     assert rates["fp32"] == pytest.approx(4 * fp32 * 1e9)
     assert rates.get("bf16") == (None if bf16 is None else pytest.approx(4 * bf16 * 1e9))
     assert machine.has_bf16 == (bf16 is not None)

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from trainwright.cli.machine import app
 from trainwright.errors import RequestError
-from trainwright.machine.describe import machine_of, parse_machine, read_machine
-from trainwright.planning.facts import full_rows
-from trainwright.planning.plan import constraints_of, make_plan
-from trainwright.recipe.loading import recipe_of
+from trainwright.machine.describe import parse_machine, read_machine, resolve_machine
+from trainwright.planning.facts import assume_full_rows
+from trainwright.planning.plan import build_constraints, make_plan
+from trainwright.recipe.loading import build_recipe
 
 Change = Callable[[dict[str, Any]], None]
 
@@ -38,11 +38,11 @@ def test_this_machine_comes_back_and_is_written_alike(tmp_path: Path) -> None:
 
 
 def test_a_plan_for_the_file_is_the_plan_for_the_machine(tmp_path: Path) -> None:
-    cluster, *_ = machine_of(str(written(tmp_path, "--on", "8xH100")))
-    recipe = recipe_of(["task=sft", "model.name=gpt2", "data={train: pydoc, validation: null}"], "a test")
-    facts = full_rows(recipe)
+    cluster, *_ = resolve_machine(str(written(tmp_path, "--on", "8xH100")))
+    recipe = build_recipe(["task=sft", "model.name=gpt2", "data={train: pydoc, validation: null}"], "a test")
+    facts = assume_full_rows(recipe)
     plans = [
-        make_plan(constraints_of(recipe), facts.workload, one, facts.assumptions)
+        make_plan(build_constraints(recipe), facts.workload, one, facts.assumptions)
         for one in (cluster, parse_machine("8xH100"))
     ]
     assert plans[0].as_json() == plans[1].as_json()
@@ -92,4 +92,4 @@ def test_a_file_that_is_not_there_or_is_no_machine(tmp_path: Path) -> None:
     (tmp_path / "list.json").write_text("[1]")
     for name, says in (("list.json", "not a machine"), ("lst.json", r"did you mean .*list\.json")):
         with pytest.raises(RequestError, match=says):
-            machine_of(str(tmp_path / name))
+            resolve_machine(str(tmp_path / name))

@@ -12,8 +12,8 @@ import pytest
 
 from tests.machine.test_cgroups import V2, plant
 from tests.support.commands import environment
-from trainwright.machine.detect import _address
-from trainwright.machine.processor import bind, node_to_bind
+from trainwright.machine.detect import _read_address
+from trainwright.machine.processor import bind, find_node_to_bind
 
 GPU = "0000:3B:00.0"  # as NVML writes it; sysfs has lower case
 EVERY = set(range(16))
@@ -37,12 +37,12 @@ def machine(root: Path, node: str = "1", nodes: int = 2, cores: str = "0-15") ->
 
 
 def cores_of(root: Path, allowed: set[int]) -> set[int] | None:
-    node = node_to_bind(GPU, allowed, root)
+    node = find_node_to_bind(GPU, allowed, root)
     return None if node is None else set(node.cores)
 
 
 def test_a_process_gets_the_cores_of_its_gpus_node(tmp_path: Path) -> None:
-    found = node_to_bind(GPU, EVERY, machine(tmp_path))
+    found = find_node_to_bind(GPU, EVERY, machine(tmp_path))
     assert found is not None and found.number == 1
     assert found.cores == {4, 5, 6, 7, 12, 13, 14, 15}
 
@@ -80,7 +80,7 @@ def test_there_may_be_nothing_to_choose(tmp_path: Path, node: str, nodes: int, c
 
 def test_an_unknown_device_changes_nothing(tmp_path: Path) -> None:
     machine(tmp_path)
-    assert node_to_bind("0000:99:00.0", EVERY, tmp_path) is None
+    assert find_node_to_bind("0000:99:00.0", EVERY, tmp_path) is None
     assert bind(None, tmp_path) is None
 
 
@@ -97,7 +97,7 @@ def test_the_process_is_moved_and_says_so(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(("bus", "address"), [("00000000:3B:00.0", GPU.lower()), (b"00000001:01:00.0", "0001:01:00.0")])
 def test_the_address_is_the_one_of_sysfs(monkeypatch: pytest.MonkeyPatch, bus: object, address: str) -> None:
     monkeypatch.setattr("pynvml.nvmlDeviceGetPciInfo", lambda handle: SimpleNamespace(busId=bus))
-    assert _address(None) == address
+    assert _read_address(None) == address
 
 
 def test_memory_is_taken_from_the_node() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainwright.machine.machine import Machine
-from trainwright.machine.measured.own_runs import Correction, OwnRun, OwnRuns, own_runs, remember
+from trainwright.machine.measured.own_runs import Correction, OwnRun, OwnRuns, read_own_runs, remember_run
 
 HERE = Machine("here", "a processor", 2, 16 * 2**30, (), is_here=True)
 RUN = OwnRun("llama", "ddp", "measurement", 1.5, 1.0)
@@ -18,35 +18,35 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_runs_are_kept_by_machine_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    remember(HERE, RUN)
-    remember(HERE, replace(RUN, way="single"))
-    assert own_runs(HERE).runs == (RUN, replace(RUN, way="single"))
-    assert own_runs(replace(HERE, cpu_cores=4)) == OwnRuns()
+    remember_run(HERE, RUN)
+    remember_run(HERE, replace(RUN, way="single"))
+    assert read_own_runs(HERE).runs == (RUN, replace(RUN, way="single"))
+    assert read_own_runs(replace(HERE, cpu_cores=4)) == OwnRuns()
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    assert own_runs(HERE) == OwnRuns()
+    assert read_own_runs(HERE) == OwnRuns()
 
 
 def test_no_more_than_a_hundred_runs_are_kept_and_none_that_is_impossible() -> None:
     for number in range(105):
-        remember(HERE, replace(RUN, way=str(number)))
-    assert [run.way for run in own_runs(HERE).runs] == [str(number) for number in range(5, 105)]
+        remember_run(HERE, replace(RUN, way=str(number)))
+    assert [run.way for run in read_own_runs(HERE).runs] == [str(number) for number in range(5, 105)]
     for seconds in (float("nan"), float("inf"), 0.0, 50.0):
-        remember(HERE, replace(RUN, way="impossible", seconds=seconds))
-    assert not any(run.way == "impossible" for run in own_runs(HERE).runs)
+        remember_run(HERE, replace(RUN, way="impossible", seconds=seconds))
+    assert not any(run.way == "impossible" for run in read_own_runs(HERE).runs)
 
 
 def test_a_damaged_file_is_as_none() -> None:
-    remember(HERE, RUN)
+    remember_run(HERE, RUN)
     for text in ("", "[]", "{}", '{"form": 1, "runs": [{"color": 1}]}'):
         for file in Path(own_runs_directory()).iterdir():
             file.write_text(text)
-        assert own_runs(HERE) == OwnRuns()
+        assert read_own_runs(HERE) == OwnRuns()
 
 
 def own_runs_directory() -> Path:
-    from trainwright.machine.cache import cache_root
+    from trainwright.machine.cache import find_cache_root
 
-    return cache_root() / "runs"
+    return find_cache_root() / "runs"
 
 
 def test_the_median_of_the_last_runs_of_a_way_corrects_it() -> None:

@@ -15,7 +15,7 @@ from tests.support.commands import MACHINE, trainwright
 from tests.support.measured import measurement
 from tests.support.runs import TINY
 from trainwright.errors import RequestError
-from trainwright.machine.describe import machine_described_in
+from trainwright.machine.describe import read_machine_file
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured import quick
@@ -23,9 +23,9 @@ from trainwright.machine.measured.calibration import (
     Calibration,
     Curve,
     TimedSample,
-    as_json,
-    contradictions,
+    check_calibration,
     load_calibration,
+    to_json,
 )
 from trainwright.machine.measured.quick import (
     KINDS,
@@ -33,9 +33,9 @@ from trainwright.machine.measured.quick import (
     Kernel,
     QuickMeasurement,
     Shapes,
-    covers,
-    measured,
-    measured_file,
+    covers_shapes,
+    locate_measurement,
+    measure_if_needed,
 )
 
 HERE = Machine("here", "a processor", 2, 16 * 2**30, (), is_here=True)
@@ -48,33 +48,33 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def keep(found: Calibration, machine: Machine = HERE) -> None:
-    file = measured_file(machine)
+    file = locate_measurement(machine)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(as_json(found)))
+    file.write_text(json.dumps(to_json(found)))
 
 
 @pytest.mark.usefixtures("_cache")
 def test_what_was_measured_is_kept_by_machine_and_by_what_chooses_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     keep(measurement())
-    assert measured(HERE, Shapes(((512, 512),), 64)) == QuickMeasurement(measurement())
-    assert load_calibration(measured_file(HERE)) == measurement()
-    assert load_calibration(measured_file(replace(HERE, cpu_cores=3))) is None
+    assert measure_if_needed(HERE, Shapes(((512, 512),), 64)) == QuickMeasurement(measurement())
+    assert load_calibration(locate_measurement(HERE)) == measurement()
+    assert load_calibration(locate_measurement(replace(HERE, cpu_cores=3))) is None
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
-    assert load_calibration(measured_file(HERE)) is None
+    assert load_calibration(locate_measurement(HERE)) is None
 
 
 def test_a_machine_that_is_not_at_hand_is_not_measured() -> None:
-    assert measured(replace(HERE, is_here=False), SHAPES) == QuickMeasurement()
-    assert measured(detect(), SHAPES) == QuickMeasurement()
+    assert measure_if_needed(replace(HERE, is_here=False), SHAPES) == QuickMeasurement()
+    assert measure_if_needed(detect(), SHAPES) == QuickMeasurement()
 
 
 def test_what_was_measured_tells_of_matrices_that_are_twice_as_large_and_no_larger() -> None:
-    assert covers(measurement(), Shapes(((512, 512), (1024, 256)), 64))
-    assert not covers(measurement(), Shapes(((512, 512), (4096, 512)), 64))
+    assert covers_shapes(measurement(), Shapes(((512, 512), (1024, 256)), 64))
+    assert not covers_shapes(measurement(), Shapes(((512, 512), (4096, 512)), 64))
 
 
 def test_shapes_are_few_and_bounded() -> None:
-    found = Shapes(((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096)), 3000).bounded("cpu")
+    found = Shapes(((14336, 4096), (4096, 14336), (4096, 4096), (1024, 4096)), 3000).limit_size("cpu")
     assert found.length == 512 and len(found.widths) == 3
     assert all(max(width) <= 2048 for width in found.widths)
 
@@ -85,8 +85,10 @@ def test_a_measurement_that_fails_leaves_the_plan_to_datasheets(
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))
     told = list[str]()
-    found = measured(HERE, SHAPES, told.append)
-    assert measured(HERE, SHAPES, told.append) == found and told == ["measuring this machine"], "once in a command"
+    found = measure_if_needed(HERE, SHAPES, told.append)
+    assert measure_if_needed(HERE, SHAPES, told.append) == found and told == ["measuring this machine"], (
+        "once in a command"
+    )
     assert found.calibration is None and found.trouble is not None
     assert "could not be measured" in found.trouble and "datasheets" in found.trouble
 
@@ -96,7 +98,7 @@ def test_a_disturbed_measurement_is_repeated_after_some_minutes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no python"))  # so that measuring is seen to be tried
-    wanted, file = Shapes(((512, 512),), 64), measured_file(HERE)
+    wanted, file = Shapes(((512, 512),), 64), locate_measurement(HERE)
     for found, minutes, again in (
         (replace(measurement(), disturbance=0.9), 1, False),
         (replace(measurement(), disturbance=0.9), 6, True),
@@ -106,7 +108,7 @@ def test_a_disturbed_measurement_is_repeated_after_some_minutes(
         then = file.stat().st_mtime - 60 * minutes
         os.utime(file, (then, then))
         told = list[str]()
-        assert (measured(HERE, wanted, told.append).calibration is None) == again == bool(told)
+        assert (measure_if_needed(HERE, wanted, told.append).calibration is None) == again == bool(told)
 
 
 def _with_curve(name: str, change: Callable[[Curve], Curve]) -> Calibration:
@@ -133,13 +135,13 @@ def _times(factor: float) -> Callable[[Curve], Curve]:
     ],
 )
 def test_what_no_machine_is_like_contradicts_itself(name: str, factor: float, says: str) -> None:
-    assert not list(contradictions(measurement()))
-    assert any(says in line for line in contradictions(_with_curve(name, _times(factor))))
+    assert not list(check_calibration(measurement()))
+    assert any(says in line for line in check_calibration(_with_curve(name, _times(factor))))
 
 
 def test_threads_that_make_it_ten_times_slower_contradict_themselves() -> None:
     slow = measurement({(1, 1): 100e9, (1, 2): 5e9})
-    assert any("2 threads are 20 times as slow as one" in line for line in contradictions(slow))
+    assert any("2 threads are 20 times as slow as one" in line for line in check_calibration(slow))
 
 
 def _file(tmp_path: Path, found: Any) -> Path:
@@ -149,10 +151,10 @@ def _file(tmp_path: Path, found: Any) -> Path:
 
 
 def test_a_described_machine_brings_what_was_measured_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRAINWRIGHT_MACHINE", str(_file(tmp_path, as_json(measurement()))))
-    assert measured(detect(), SHAPES).calibration == measurement()
+    monkeypatch.setenv("TRAINWRIGHT_MACHINE", str(_file(tmp_path, to_json(measurement()))))
+    assert measure_if_needed(detect(), SHAPES).calibration == measurement()
     shown = trainwright("machine", "--json", cwd=tmp_path)
-    assert json.loads(shown.stdout)["measurement"] == as_json(measurement())
+    assert json.loads(shown.stdout)["measurement"] == to_json(measurement())
     elsewhere = tmp_path / "elsewhere.json"
     elsewhere.write_text(shown.stdout)
     monkeypatch.delenv("TRAINWRIGHT_MACHINE")
@@ -167,7 +169,7 @@ def test_a_described_machine_brings_what_was_measured_of_it(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("changed", "key"),
     [
-        ({"measurement": as_json(_with_curve("product/fp32/input", _times(-1.0)))}, "measurement.settings.0.curves"),
+        ({"measurement": to_json(_with_curve("product/fp32/input", _times(-1.0)))}, "measurement.settings.0.curves"),
         ({"measurement": 5}, "measurement"),
         ({"machine.cpu_cores": 0}, "machine.cpu_cores"),
         ({"machine.processor": {"clock": -1.0}}, "machine.processor.clock"),
@@ -183,7 +185,7 @@ def test_impossible_figures_in_a_machine_file_are_refused_with_their_key(
     file = tmp_path / "machine.json"
     file.write_text(json.dumps(content))
     with pytest.raises(RequestError, match=key.replace(".", r"\.")):
-        machine_described_in(file)
+        read_machine_file(file)
     ended = trainwright("machine", cwd=tmp_path, TRAINWRIGHT_MACHINE=str(file))
     assert ended.returncode == 2 and key in ended.stderr
 
@@ -200,15 +202,15 @@ PRODUCT = Kernel(KINDS.index("product"), 1, 1, 64, 256, 128, 1, 2.0 * 64 * 256 *
 def test_this_machine_is_measured_quickly(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quick, "SECONDS", seconds)
     machine, told, shapes = replace(detect(), gpus=()), list[str](), replace(SHAPES, block=BLOCK)
-    found = measured(machine, shapes, told.append)
+    found = measure_if_needed(machine, shapes, told.append)
     if found.calibration is None:  # too busy to be measured: that is told, and nothing is kept
-        assert found.trouble is not None and load_calibration(measured_file(machine)) is None
+        assert found.trouble is not None and load_calibration(locate_measurement(machine)) is None
         return
     assert told == ["measuring this machine"]
-    assert found.message is not None and "fp32" in found.message and str(measured_file(machine)) in found.message
-    assert not list(contradictions(found.calibration))
+    assert found.message is not None and "fp32" in found.message and str(locate_measurement(machine)) in found.message
+    assert not list(check_calibration(found.calibration))
     for setting in found.calibration.settings:
         assert all(sample.seconds > 0 for curve in setting.curves.values() for sample in curve.samples)
-    assert covers(found.calibration, shapes.bounded("cpu"))
-    assert load_calibration(measured_file(machine)) == found.calibration
-    assert measured(machine, shapes).message is None or found.calibration.disturbance > 0
+    assert covers_shapes(found.calibration, shapes.limit_size("cpu"))
+    assert load_calibration(locate_measurement(machine)) == found.calibration
+    assert measure_if_needed(machine, shapes).message is None or found.calibration.disturbance > 0

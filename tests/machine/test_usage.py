@@ -14,10 +14,10 @@ from tests.support.commands import environment
 from tests.support.doctor import driver
 from tests.support.kernel_files import State
 from trainwright.machine import counters, detect
-from trainwright.machine.counters import Counters, clocks
+from trainwright.machine.counters import Counters, read_clocks
 from trainwright.machine.measured import calibration
-from trainwright.machine.slowdowns import causes_of, in_words
-from trainwright.machine.usage import UsageSampler, figures_of
+from trainwright.machine.slowdowns import describe_causes, find_causes
+from trainwright.machine.usage import UsageSampler, format_figures
 
 PRESSURE = {"cpu": 10.0, "io": 20.0, "memory": 30.0}
 NONE = {"cpu": 0.0, "io": 0.0, "memory": 0.0}
@@ -67,7 +67,7 @@ def test_without_pressure_disks_are_waited_for_while_cores_wait_for_them(tmp_pat
 def test_a_machine_that_shows_nothing_is_no_error(tmp_path: Path) -> None:
     nothing = Counters.now(1, tmp_path, 0.0)
     assert Counters.now(1, tmp_path, 10.0).since(nothing) == {}
-    assert dict(clocks(tmp_path)) == {}
+    assert dict(read_clocks(tmp_path)) == {}
     assert UsageSampler(parent=1, root=tmp_path)() == {}
 
 
@@ -98,7 +98,7 @@ CAUSES: dict[str, tuple[dict[str, Any], dict[str, float], str]] = {
 
 def found_causes(tmp_path: Path, changes: dict[str, Any], known: dict[str, float]) -> list[Any]:
     found = {**ON_TEN, **since(tmp_path, BUSY.then(**changes)), **known}
-    return causes_of(found, planned_threads=known.get("planned"), sleeps=False)
+    return find_causes(found, planned_threads=known.get("planned"), sleeps=False)
 
 
 @pytest.mark.parametrize("kind", CAUSES)
@@ -121,21 +121,21 @@ def test_each_cause_is_the_only_one_where_only_it_holds(tmp_path: Path, kind: st
 )
 def test_a_process_that_computes_has_no_cause(tmp_path: Path, changes: dict[str, Any]) -> None:
     causes = found_causes(tmp_path, changes, {})
-    assert causes == [] and in_words(causes) == "no cause shows on its machine"
+    assert causes == [] and describe_causes(causes) == "no cause shows on its machine"
 
 
 def test_a_process_that_waits_for_other_ranks_or_its_gpu_is_not_stopped(tmp_path: Path) -> None:
     asleep = {**ON_TEN, **since(tmp_path, BUSY.then(ran=103.0, pressure={**PRESSURE, "io": 26.0}))}
-    assert [cause.kind for cause in causes_of(asleep, sleeps=False)] == ["disk"]
-    assert causes_of(asleep, elsewhere=0.7, sleeps=False) == []
-    assert causes_of({**asleep, "disk": 0.0}) == []
+    assert [cause.kind for cause in find_causes(asleep, sleeps=False)] == ["disk"]
+    assert find_causes(asleep, elsewhere=0.7, sleeps=False) == []
+    assert find_causes({**asleep, "disk": 0.0}) == []
 
 
 def test_every_cause_that_holds_is_named_the_largest_first(tmp_path: Path) -> None:
     changes = {"others": 64.0, "queued": 10.0, "ran": 104.0, "stolen": 2.0, "pressure": {**PRESSURE, "io": 22.0}}
     causes = found_causes(tmp_path, changes, {"threads": 1, "planned": 4})
     assert [cause.kind for cause in causes] == ["threads", "load", "disk", "hypervisor"]
-    assert in_words(causes).count("; ") == 3
+    assert describe_causes(causes).count("; ") == 3
 
 
 def test_foreign_load_and_too_many_threads_of_the_run_share_the_waiting(tmp_path: Path) -> None:
@@ -146,11 +146,11 @@ def test_foreign_load_and_too_many_threads_of_the_run_share_the_waiting(tmp_path
 
 def test_a_clock_below_the_base_clock(tmp_path: Path) -> None:
     BEFORE.then(clock=(1_100_000, 2_200_000)).counters(tmp_path)
-    assert dict(clocks(tmp_path)) == {"clock": 1100.0, "usual_clock": 2200.0}
-    (cause,) = causes_of(dict(clocks(tmp_path)))
+    assert dict(read_clocks(tmp_path)) == {"clock": 1100.0, "usual_clock": 2200.0}
+    (cause,) = find_causes(dict(read_clocks(tmp_path)))
     assert (cause.kind, cause.share) == ("clock", 0.5)
     assert cause.words == "its processors run at 1100 MHz, below the usual 2200 MHz"
-    assert causes_of({"clock": 2300.0, "usual_clock": 2200.0}) == []
+    assert find_causes({"clock": 2300.0, "usual_clock": 2200.0}) == []
 
 
 def test_a_sample_has_what_the_machine_shows(tmp_path: Path) -> None:
@@ -199,10 +199,10 @@ GPU = {"GetPowerUsage": 700_000, "GetClockInfo": 1200, "GetMaxClockInfo": 1980, 
     ],
 )
 def test_a_gpu_tells_what_lowers_its_clock(bits: int, name: str, limited: list[str]) -> None:
-    state = counters.gpu_state(Library(**GPU, **{name: bits}), None)
+    state = counters.read_gpu_state(Library(**GPU, **{name: bits}), None)
     expected = {"power": 700.0, "clock": 1200, "highest_clock": 1980, "temperature": 88, "limited": limited}
     assert state == expected  # what it does not tell is left out
-    causes = causes_of({"asleep": 0.9}, gpu=state)
+    causes = find_causes({"asleep": 0.9}, gpu=state)
     if not limited:  # it is idle
         assert causes == []
     else:
@@ -213,17 +213,17 @@ def test_a_gpu_tells_what_lowers_its_clock(bits: int, name: str, limited: list[s
 
 def test_a_gpu_near_its_highest_clock_is_not_limited() -> None:
     state = {"clock": 1755, "highest_clock": 1980, "limited": ["its power limit"]}
-    assert counters.low_clock(state) is None
-    assert counters.low_clock({**state, "limited": ["heat (driver)"]}) is not None
-    assert counters.low_clock({"clock": 900, "highest_clock": 1980}) is not None  # it does not tell why
+    assert counters.find_low_clock(state) is None
+    assert counters.find_low_clock({**state, "limited": ["heat (driver)"]}) is not None
+    assert counters.find_low_clock({"clock": 900, "highest_clock": 1980}) is not None  # it does not tell why
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the stand-in for NVML is a library of Linux")
 @pytest.mark.parametrize(("visible", "shown"), [("0", "gpu 97%  4/80 GiB  350 W  91 °C"), ("", "cpu ")])
 def test_a_rank_samples_its_gpu_unless_it_runs_on_the_cpu(tmp_path: Path, visible: str, shown: str) -> None:
     program = """if True:
-        from trainwright.machine.usage import UsageSampler, figures_of
-        print("  ".join(figures_of([UsageSampler("0000:17:00.0")()]).values()))
+        from trainwright.machine.usage import UsageSampler, format_figures
+        print("  ".join(format_figures([UsageSampler("0000:17:00.0")()]).values()))
     """
     command = [*driver(tmp_path), sys.executable, "-c", program]
     variables = environment(CUDA_VISIBLE_DEVICES=visible)
@@ -231,16 +231,18 @@ def test_a_rank_samples_its_gpu_unless_it_runs_on_the_cpu(tmp_path: Path, visibl
 
 
 def test_figures_leave_out_what_no_sample_has_and_what_is_damaged() -> None:
-    assert figures_of([]) == figures_of([{"gpu": "damaged", "cpu": "x", "memory": float("nan")}]) == {}
-    assert figures_of([{"gpu": {"memory": 2**29}}, {"cpu": 1.0}]) == {"memory": "0.5 GiB"}
-    assert figures_of([{"gpu": {"power": 10**400, "temperature": 64}, "temperature": 30}]) == {"temperature": "64 °C"}
+    assert format_figures([]) == format_figures([{"gpu": "damaged", "cpu": "x", "memory": float("nan")}]) == {}
+    assert format_figures([{"gpu": {"memory": 2**29}}, {"cpu": 1.0}]) == {"memory": "0.5 GiB"}
+    assert format_figures([{"gpu": {"power": 10**400, "temperature": 64}, "temperature": 30}]) == {
+        "temperature": "64 °C"
+    }
 
 
 def test_without_nvidias_library_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)  # as where it is not installed
-    assert counters.gpu_of("0000:17:00.0") == {}
+    assert counters.read_gpu_by_address("0000:17:00.0") == {}
     assert "gpu" not in UsageSampler("0000:17:00.0")()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    found, nvml = detect._nvidia_gpus()
+    found, nvml = detect._list_nvidia_gpus()
     assert found == () and "nvidia-ml-py cannot be imported" in str(nvml.error)
-    assert calibration._driver() is None
+    assert calibration._read_driver_version() is None

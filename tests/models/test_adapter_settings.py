@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainwright.models.adapters.attaching import adapted_layers, attach_adapter, switched_off
+from trainwright.models.adapters.attaching import attach_adapter, disable_adapters, iterate_adapted_layers
 from trainwright.models.load import load_model
 from trainwright.models.quantization import quantize
 from trainwright.recipe.sections.model import ModelSection
@@ -34,7 +34,7 @@ def adapted(dtype: torch.dtype = torch.float32, **adapter: Any) -> Any:
 
 
 def layers(model: Any) -> dict[str, Any]:
-    return dict(adapted_layers(model))
+    return dict(iterate_adapted_layers(model))
 
 
 @pytest.mark.parametrize(("stabilised", "scale"), [(False, 24 / 4), (True, 24 / math.sqrt(4))])
@@ -84,7 +84,7 @@ def test_switched_off_it_is_the_base_and_afterwards_itself_again() -> None:
     for layer in layers(model).values():
         layer.lora_B["default"].weight.normal_(generator=torch.Generator().manual_seed(1))
     learned = model(IDS).logits
-    with switched_off(model):
+    with disable_adapters(model):
         assert torch.equal(model(IDS).logits, base)
     assert torch.equal(model(IDS).logits, learned)
     assert not torch.allclose(learned, base, atol=0.1)

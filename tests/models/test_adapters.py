@@ -22,7 +22,7 @@ from trainwright.models.adapters.attaching import Adapter, attach_adapter, attac
 from trainwright.models.causal_lm import CausalLM
 from trainwright.models.load import check_adapter, load_config, load_model
 from trainwright.models.quantization import QuantizedLinear, count_parameters
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 from trainwright.recipe.sections.model import ModelSection
 
 LLAMA: dict[str, Any] = {
@@ -62,7 +62,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         torch.manual_seed(index)
         fresh = load_config(ModelSection(config=config, tokenizer="bytes"))
         AutoModelForCausalLM.from_config(fresh).save_pretrained(directory / kind)
-        bytes_tokenizer().save_pretrained(directory / kind)
+        build_bytes_tokenizer().save_pretrained(directory / kind)
     return {kind: directory / kind for kind in CONFIGS}
 
 
@@ -94,7 +94,7 @@ def train(model: PreTrainedModel, steps: int = 3) -> None:
 
 def save(model: PreTrainedModel, adapter: Adapter, directory: Path) -> None:
     trained = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-    adapter.save(directory, trained, bytes_tokenizer())
+    adapter.save(directory, trained, build_bytes_tokenizer())
 
 
 def made(model: ModelSection, directory: Path, steps: int = 3) -> torch.Tensor:
@@ -154,7 +154,7 @@ def test_a_decomposed_weight_trains_as_in_peft(
             left, values, right = torch.linalg.svd(layer.weight.data, full_matrices=False)
             layer.weight.data = left @ (2 * 0.5 ** torch.arange(len(values)))[:, None].mul(right)
     plain.save_pretrained(tmp_path / "base")
-    bytes_tokenizer().save_pretrained(tmp_path / "base")
+    build_bytes_tokenizer().save_pretrained(tmp_path / "base")
     trained, _ = attached(section(tmp_path / "base", initialization=initialization, targets=["q_proj", "up_proj"]))
     config = LoraConfig(r=4, lora_alpha=32, target_modules=["q_proj", "up_proj"], init_lora_weights=theirs)
     assert_same_losses(trained, get_peft_model(plain, config), learning_rate=0.05)
@@ -577,7 +577,7 @@ def test_an_adapter_that_is_empty_or_not_whole_is_not_saved(bases: dict[str, Pat
     train(model)
     tensors = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     with pytest.raises(TrainingError, match="cannot be saved: without"):
-        adapter.save(tmp_path / "a", tensors[:-1], bytes_tokenizer())
+        adapter.save(tmp_path / "a", tensors[:-1], build_bytes_tokenizer())
     assert not list(tmp_path.iterdir())
 
 

@@ -16,11 +16,11 @@ from trainwright.compatibility.gguf.reading import write_converted
 from trainwright.errors import RequestError
 from trainwright.inference.finding import find_model
 from trainwright.machine.detect import detect
-from trainwright.models.added_tokens import new_rows
+from trainwright.models.added_tokens import sample_new_rows
 from trainwright.models.load import check_adapter, load_config, load_model, load_tokenizer
 from trainwright.models.resolve_model import resolve
-from trainwright.models.tokenization import bytes_tokenizer
-from trainwright.planning.facts import facts_of
+from trainwright.models.tokenization import build_bytes_tokenizer
+from trainwright.planning.facts import build_facts
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.model import ModelSection
 from trainwright.run.resolve import resolve as resolve_recipe
@@ -39,7 +39,7 @@ def write_base(directory: Path, *, tied: bool = False, rows: int = 259) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(1)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
-    bytes_tokenizer().save_pretrained(directory)
+    build_bytes_tokenizer().save_pretrained(directory)
     return directory
 
 
@@ -71,13 +71,13 @@ def test_new_rows_have_the_mean_and_a_billionth_of_the_covariance() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         old = torch.randn(500, 8) @ torch.randn(8, 8) + 3
-        rows = new_rows(old, 40_000)
+        rows = sample_new_rows(old, 40_000)
         mean, centered = old.double().mean(0), old.double() - old.double().mean(0)
         covariance = 1e-9 * centered.T @ centered / 500
         apart = rows.double() - mean  # rounded to fp32, which is 2e-7 here: much less than the deviations of 1e-4
         assert torch.allclose(apart.T @ apart / len(rows), covariance, atol=0.03 * float(covariance.diag().max()))
         few = torch.randn(8, 8)  # of which the covariance is singular
-        assert torch.equal(new_rows(few, 2), few.double().mean(0).float().repeat(2, 1))
+        assert torch.equal(sample_new_rows(few, 2), few.double().mean(0).float().repeat(2, 1))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -139,7 +139,7 @@ def test_the_trained_model_has_the_tokens_and_the_plan_counts_them(runs: Runs, b
     (start,) = events(run, "start")
     assert start["parameters"] == sum(parameter.numel() for parameter in final.parameters())
     recipe = resolve_recipe(load_recipe(TINY, list(settings(base))), detect()).recipe
-    workload = facts_of(recipe).workload
+    workload = build_facts(recipe).workload
     assert workload.facts.vocabulary == 262
     assert workload.facts.total == start["parameters"]
     export_gguf(run / "final", tmp_path / "model.gguf", "f32")

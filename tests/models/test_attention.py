@@ -96,13 +96,13 @@ def test_a_processor_computes_in_the_precision_that_is_fast_on_it(
     monkeypatch: pytest.MonkeyPatch, instructions: tuple[str, ...], lengths: tuple[int, ...], backward: torch.dtype
 ) -> None:
     monkeypatch.setattr(kernels, "detect_processor", lambda: Processor(instructions=instructions))
-    kernels.least_in_bf16.cache_clear()
+    kernels.choose_least_bf16_length.cache_clear()
     q, k, v = (torch.randn(1, sum(lengths), heads, 16).transpose(1, 2).bfloat16() for heads in (6, 2, 2))
     edges = torch.tensor([0, *lengths]).cumsum(0)
     with Kernels() as computed:
         output, sums = kernels.flash_forward(q, k, v, edges, 0.25)
         gradients = kernels.flash_backward(output, q, k, v, output, sums, edges, 0.25)
-    kernels.least_in_bf16.cache_clear()
+    kernels.choose_least_bf16_length.cache_clear()
     assert computed.dtypes == [torch.bfloat16] * 2 + [backward] * 2
     double = [x.detach().double().requires_grad_() for x in (q, k, v)]
     parts = zip(*(x.split(lengths, 2) for x in double), strict=True)

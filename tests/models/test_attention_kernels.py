@@ -13,9 +13,9 @@ from trainwright.models.attention.kernels import (
     AttentionNeeds,
     Platform,
     choose,
-    in_words,
-    kernels,
-    missing_kernels,
+    describe_kernels,
+    list_kernels,
+    list_missing_kernels,
 )
 
 NO_PACKAGES = (
@@ -150,7 +150,7 @@ def test_dropout_in_wide_heads_does_not_fit_into_small_shared_memory(
     ],
 )
 def test_heads_are_padded_to_what_a_kernel_takes(kernel: str, widths: tuple[int, int], padded: tuple[int, int]) -> None:
-    assert next(one for one in kernels() if one.name == kernel).widths(*widths) == padded
+    assert next(one for one in list_kernels() if one.name == kernel).widths(*widths) == padded
 
 
 @pytest.mark.parametrize(
@@ -195,18 +195,18 @@ def test_the_reasons_name_every_faster_kernel() -> None:
 
 def test_layers_with_one_kernel_share_a_line() -> None:
     both = [replace(PLAIN, window=window) for window in (False, True)]
-    (line,) = in_words(both, gpu())
+    (line,) = describe_kernels(both, gpu())
     assert line.startswith("torch's varlen flash attention (") and "window" not in line
-    plain, windowed = in_words([replace(needs, dtype="fp32") for needs in both], gpu())
+    plain, windowed = describe_kernels([replace(needs, dtype="fp32") for needs in both], gpu())
     assert plain.startswith("torch's SDPA, sequence by sequence (")
     assert windowed.startswith("torch's flex_attention (")
     assert windowed.endswith("), for sequences longer than the window")
 
 
 def test_a_kernel_and_its_limits_are_data() -> None:
-    assert len({kernel.name for kernel in kernels()}) == len(kernels())
+    assert len({kernel.name for kernel in list_kernels()}) == len(list_kernels())
     for packed in (True, False):
-        last = [kernel for kernel in kernels() if kernel.packed is packed][-1]
+        last = [kernel for kernel in list_kernels() if kernel.packed is packed][-1]
         assert last.vendors == {"CPU", "NVIDIA", "AMD", "Intel"} and last.largest is None  # computes what no other does
 
 
@@ -281,11 +281,11 @@ def test_flash_attn_4_alone_is_no_flash_attn_2(tmp_path: Path, monkeypatch: pyte
     for there in (False, True):
         if there:
             (tmp_path / "flash_attn" / "cute" / "interface.py").touch()
-        missing_kernels.cache_clear()
-        missing = dict(missing_kernels())
+        list_missing_kernels.cache_clear()
+        missing = dict(list_missing_kernels())
         assert missing["flash_attn"] == "is not installed"
         assert ("flash_attn_4" in missing) is not there
-    missing_kernels.cache_clear()
+    list_missing_kernels.cache_clear()
 
 
 def test_torch_has_the_switch_and_the_module_that_it_looks_for() -> None:

@@ -17,11 +17,11 @@ from tests.models.test_merging import base, trained
 from trainwright.compatibility.gguf.export import export_gguf
 from trainwright.errors import RequestError
 from trainwright.inference.finding import find_model
-from trainwright.models.adapters.files import BaseModel, base_model
+from trainwright.models.adapters.files import BaseModel, identify_base_model
 from trainwright.models.load import check_adapter
 from trainwright.models.merging import merge
-from trainwright.models.usage import loading
-from trainwright.planning.facts import configuration_of
+from trainwright.models.usage import format_loading_code
+from trainwright.planning.facts import read_configuration
 from trainwright.recipe.files import read_json
 from trainwright.recipe.sections.model import ModelSection
 
@@ -178,10 +178,10 @@ def test_overrides_of_the_base_belong_to_its_adapter(tmp_path: Path) -> None:
     model, overrides = base(tmp_path / "small"), {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
     trained(model, tmp_path / "adapter")
     section = ModelSection(name=str(model), overrides={**overrides, "max_position_embeddings": 512})
-    base_model(section, 0).write(tmp_path / "adapter")
+    identify_base_model(section, 0).write(tmp_path / "adapter")
     saved = find_model(str(tmp_path / "adapter")).section
-    assert saved.overrides == section.overrides and configuration_of(saved)["max_position_embeddings"] == 512
-    text = loading(tmp_path / "adapter", "adapter")
+    assert saved.overrides == section.overrides and read_configuration(saved)["max_position_embeddings"] == 512
+    text = format_loading_code(tmp_path / "adapter", "adapter")
     assert text is not None and "rope_scaling={'rope_type': 'linear', 'factor': 2.0}" in text
     merge(saved, 0, tmp_path / "merged")
     assert read_json(tmp_path / "merged" / "config.json")["max_position_embeddings"] == 512

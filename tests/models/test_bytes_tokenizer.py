@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 
 TEXTS = [
     "",
@@ -22,21 +22,21 @@ TEXTS = [
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_every_byte_is_a_token_and_comes_back(text: str) -> None:
-    tokenizer = bytes_tokenizer()
+    tokenizer = build_bytes_tokenizer()
     ids = tokenizer.encode(text)
     assert ids == list(text.encode("utf-8"))
     assert tokenizer.decode(ids) == text
 
 
 def test_ids_are_fixed() -> None:
-    tokenizer = bytes_tokenizer()
+    tokenizer = build_bytes_tokenizer()
     assert len(tokenizer) == 259
     assert tokenizer.convert_tokens_to_ids(["<|pad|>", "<|im_start|>", "<|im_end|>"]) == [256, 257, 258]
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id) == (256, 258, None)
 
 
 def test_chat_is_chatml() -> None:
-    tokenizer = bytes_tokenizer()
+    tokenizer = build_bytes_tokenizer()
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello é"}]
     expected = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello é<|im_end|>\n"
     assert tokenizer.apply_chat_template(messages, tokenize=False) == expected
@@ -48,7 +48,7 @@ def test_chat_is_chatml() -> None:
 
 
 def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
-    tokenizer = bytes_tokenizer()
+    tokenizer = build_bytes_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     text = "<|im_start|>" + "".join(TEXTS) + "<|im_end|>"

@@ -199,7 +199,7 @@ def test_packed_logits_are_those_of_each_example_alone(name: str) -> None:
         for example in micro.examples:
             ids = torch.tensor(data.sequence(example)[0][None], dtype=torch.int64)
             alone.append(model.base_model(input_ids=ids, use_cache=False).last_hidden_state[0])
-        packed = CausalLM(model, packed=True)._hidden(batch)[0][0]
+        packed = CausalLM(model, packed=True)._compute_hidden(batch)[0][0]
     torch.testing.assert_close(head(packed), head(torch.cat(alone)), rtol=1e-5, atol=1e-5)
 
 
@@ -306,7 +306,7 @@ def test_blocks_are_found_by_themselves() -> None:
 def test_generation_uses_the_librarys_attention_and_gives_it_back() -> None:
     lm = CausalLM(build("llama"), packed=True).train()
     prompt = torch.tensor([[5, 6, 7]])
-    with lm.for_generation() as model:
+    with lm.open_for_generation() as model:
         text = model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False)
         fresh = build("llama").eval().generate(input_ids=prompt, max_new_tokens=4, do_sample=False)
     assert text.tolist() == fresh.tolist()
@@ -317,7 +317,7 @@ def test_generation_has_no_dropout_and_training_goes_on_with_it_in_packs() -> No
     lm = CausalLM(build("gpt2"), packed=True)
     for training in (True, False):
         lm.train(training)
-        with lm.for_generation() as model:
+        with lm.open_for_generation() as model:
             assert not any(part.training for part in model.modules())
             assert model.config._attn_implementation != "trainwright_packed"
         assert all(part.training is training for part in lm.modules())

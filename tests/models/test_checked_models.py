@@ -15,7 +15,7 @@ from tests.support.runs import ON_ROWS, TINY
 from trainwright.cli import main
 from trainwright.errors import TrainwrightError
 from trainwright.models.adapters.files import BaseModel
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 259, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -28,7 +28,7 @@ PLAIN = ("model.config=null", "model.tokenizer=null", "model.dropout=null", ON_R
 def model_in(directory: Path, kind: str = "llama", **fields: Any) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SIZES | fields))).save_pretrained(directory)
-    bytes_tokenizer().save_pretrained(directory)
+    build_bytes_tokenizer().save_pretrained(directory)
     return directory
 
 
@@ -101,7 +101,7 @@ def test_a_revision_of_an_id_is_another_model(tmp_path: Path) -> None:
 
 def test_a_tokenizer_larger_than_the_embeddings_is_named(tmp_path: Path) -> None:
     directory = model_in(tmp_path / "model")
-    tokenizer = bytes_tokenizer()
+    tokenizer = build_bytes_tokenizer()
     tokenizer.add_tokens(["<extra>"], special_tokens=True)
     tokenizer.save_pretrained(directory)
     code, said = check(directory)

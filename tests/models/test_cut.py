@@ -8,8 +8,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from trainwright.models.load import load_model, load_tokenizer
-from trainwright.models.tokenization import bytes_tokenizer
-from trainwright.models.truncate_config import cut_config, cut_model, layer_count, parameter_count, varied_layers
+from trainwright.models.tokenization import build_bytes_tokenizer
+from trainwright.models.truncate_config import (
+    count_layers,
+    count_parameters,
+    count_varied_layers,
+    cut_config,
+    cut_model,
+)
 from trainwright.recipe.sections.model import ModelSection
 
 SMALL = {
@@ -40,9 +46,9 @@ SMALL = {
 )
 def test_a_few_layers_have_one_of_every_kind(kind: str, layers: int) -> None:
     config = CONFIG_MAPPING[kind]()
-    assert varied_layers(config) == layers
-    assert layer_count(cut_config(config, layers)) == layers
-    assert varied_layers(CONFIG_MAPPING["llama"](num_hidden_layers=1)) == 1
+    assert count_varied_layers(config) == layers
+    assert count_layers(cut_config(config, layers)) == layers
+    assert count_varied_layers(CONFIG_MAPPING["llama"](num_hidden_layers=1)) == 1
 
 
 @pytest.mark.parametrize("kind", SMALL)
@@ -52,32 +58,32 @@ def test_a_fresh_model_has_its_first_layers(kind: str, tmp_path: Path) -> None:
     )
     whole = load_model(section)
     cut = load_model(cut_model(section, 2, tmp_path / "cut"))
-    assert layer_count(whole.config) == 4
-    assert layer_count(cut.config) == 2
-    assert sum(p.numel() for p in cut.parameters()) == parameter_count(whole.config, 2)
-    assert sum(p.numel() for p in whole.parameters()) == parameter_count(whole.config)
+    assert count_layers(whole.config) == 4
+    assert count_layers(cut.config) == 2
+    assert sum(p.numel() for p in cut.parameters()) == count_parameters(whole.config, 2)
+    assert sum(p.numel() for p in whole.parameters()) == count_parameters(whole.config)
     assert not (tmp_path / "cut").exists()
 
 
 @pytest.mark.parametrize("kind", SMALL)
 def test_a_model_with_weights_keeps_those_of_its_first_layers(kind: str, tmp_path: Path) -> None:
-    tokenizer = bytes_tokenizer()
+    tokenizer = build_bytes_tokenizer()
     whole = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](vocab_size=len(tokenizer), **SMALL[kind]))
     whole.save_pretrained(tmp_path / "whole")
     tokenizer.save_pretrained(tmp_path / "whole")
     section = cut_model(ModelSection(name=str(tmp_path / "whole")), 3, tmp_path / "cut")
     assert section.name == str(tmp_path / "cut")
     cut = load_model(section)
-    assert layer_count(cut.config) == 3
+    assert count_layers(cut.config) == 3
     weights = whole.state_dict()
     for name, tensor in cut.state_dict().items():
         assert torch.equal(tensor, weights[name]), name
     assert len(load_tokenizer(section)) == len(tokenizer)
-    assert layer_count(AutoConfig.from_pretrained(tmp_path / "whole")) == 4
+    assert count_layers(AutoConfig.from_pretrained(tmp_path / "whole")) == 4
 
 
 def test_large_models_are_counted_without_being_made() -> None:
     config = CONFIG_MAPPING["llama"](
         num_hidden_layers=80, hidden_size=8192, intermediate_size=28672, num_key_value_heads=8
     )
-    assert parameter_count(config) == pytest.approx(69e9, rel=0.1)
+    assert count_parameters(config) == pytest.approx(69e9, rel=0.1)

@@ -8,7 +8,7 @@ import torch.nn.attention.flex_attention as torch_flex
 
 from tests.support.slow import slow_but
 from trainwright.models.attention import packs
-from trainwright.models.attention.sequences import Call, Sequences, allowed_blocks, first_allowed
+from trainwright.models.attention.sequences import Call, Sequences, find_allowed_blocks, find_first_allowed
 
 LENGTHS = ([1, 7, 33, 2, 50], [300, 129, 1, 128, 77], [128, 128, 256])
 
@@ -17,7 +17,7 @@ LENGTHS = ([1, 7, 33, 2, 50], [300, 129, 1, 128, 77], [128, 128, 256])
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     monkeypatch.setattr(torch_flex, "_validate_device", lambda *tensors: None)  # it refuses gradients on a CPU
-    monkeypatch.setattr(packs, "compiled", lambda: torch_flex.flex_attention)
+    monkeypatch.setattr(packs, "compile_flex_attention", lambda: torch_flex.flex_attention)
 
 
 def sequences(lengths: list[int]) -> Sequences:
@@ -84,8 +84,8 @@ def test_a_mask_is_made_once_for_all_layers() -> None:
 
 
 def test_a_token_sees_its_sequence_up_to_itself() -> None:
-    assert first_allowed([0, 3, 5], None).tolist() == [0, 0, 0, 3, 3]
-    assert first_allowed([0, 3, 5], 2).tolist() == [0, 0, 1, 3, 3]
-    partly, fully = allowed_blocks(first_allowed([0, 400], None))
+    assert find_first_allowed([0, 3, 5], None).tolist() == [0, 0, 0, 3, 3]
+    assert find_first_allowed([0, 3, 5], 2).tolist() == [0, 0, 1, 3, 3]
+    partly, fully = find_allowed_blocks(find_first_allowed([0, 400], None))
     assert partly.tolist() == [[i == j for j in range(4)] for i in range(4)]
     assert fully.tolist() == [[j < i for j in range(4)] for i in range(4)]

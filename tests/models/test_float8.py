@@ -12,7 +12,7 @@ from tests.support.runs import Runs
 from tests.support.small_models import small_config
 from tests.support.training import Case, Trained, train
 from trainwright.models.causal_lm import CausalLM, compile_blocks
-from trainwright.models.float8 import block_product_on_gpu, four_bits, swizzled, use_float8
+from trainwright.models.float8 import multiply_blocks_on_gpu, quantize_to_four_bits, swizzle_scales, use_float8
 from trainwright.models.recompute import save_activation_memory
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -128,7 +128,7 @@ def test_numbers_of_four_bits_are_packed_as_torch_packs_them() -> None:
     """The first of two has the lower bits: torch.float4_e2m1fn_x2. Numbers halfway between two become the even one."""
     halfway = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0]
     numbers = torch.tensor([[*E2M1, *(-size for size in E2M1)], [*halfway, *(-size for size in halfway)]])
-    packed, scales = four_bits(numbers, torch.ones(2, 1))
+    packed, scales = quantize_to_four_bits(numbers, torch.ones(2, 1))
     assert packed.tolist() == [
         [0x10, 0x32, 0x54, 0x76, 0x90, 0xBA, 0xDC, 0xFE],
         [0x20, 0x42, 0x64, 0x76, 0xA8, 0xCA, 0xEC, 0xFE],
@@ -154,7 +154,7 @@ def test_scales_of_mxfp8_have_the_order_of_a_gpu() -> None:
         for column in range(6):
             tile = 512 * (row // 128 * 2 + column // 4)  # tiles of 128 x 4, row by row
             expected[tile + row % 32 * 16 + row % 128 // 32 * 4 + column % 4] = scales[row, column]
-    assert torch.equal(swizzled(scales), expected)
+    assert torch.equal(swizzle_scales(scales), expected)
 
 
 def test_torch_takes_what_mxfp8_gives_a_gpu() -> None:
@@ -163,16 +163,16 @@ def test_torch_takes_what_mxfp8_gives_a_gpu() -> None:
 
     rows, columns = empty(37, 96, dtype=E4M3), empty(160, 96, dtype=E4M3).t()
     of_rows, of_columns = empty(37, 3, dtype=torch.uint8), empty(160, 3, dtype=torch.uint8)
-    out = block_product_on_gpu(rows, columns, of_rows, of_columns)
+    out = multiply_blocks_on_gpu(rows, columns, of_rows, of_columns)
     assert (out.shape, out.dtype) == ((37, 160), torch.bfloat16)
     with pytest.raises(RuntimeError, match="scale_a must have"):  # torch checks them also without a GPU
-        block_product_on_gpu(rows, columns, empty(200, 3, dtype=torch.uint8), of_columns)
+        multiply_blocks_on_gpu(rows, columns, empty(200, 3, dtype=torch.uint8), of_columns)
     rows, columns = empty(37, 48, dtype=torch.uint8), empty(160, 48, dtype=torch.uint8).t()  # two numbers in each
     of_rows, of_columns = empty(37, 6, dtype=torch.uint8), empty(160, 6, dtype=torch.uint8)
-    out = block_product_on_gpu(rows, columns, of_rows, of_columns)
+    out = multiply_blocks_on_gpu(rows, columns, of_rows, of_columns)
     assert (out.shape, out.dtype) == ((37, 160), torch.bfloat16)
     with pytest.raises(RuntimeError, match="NV scaling scale_a must have"):
-        block_product_on_gpu(rows, columns, empty(200, 6, dtype=torch.uint8), of_columns)
+        multiply_blocks_on_gpu(rows, columns, empty(200, 6, dtype=torch.uint8), of_columns)
 
 
 @pytest.mark.parametrize("scales", ["rowwise", "mxfp8", "nvfp4"])

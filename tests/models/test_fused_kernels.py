@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tests.support.interpreted import needs_interpreter
 from trainwright.models import linear_losses
 from trainwright.models.fused import operators
-from trainwright.models.linear_losses import Head, Terms, linear_cross_entropy, token_statistics
+from trainwright.models.linear_losses import Head, Terms, compute_token_statistics, linear_cross_entropy
 
 pytestmark = needs_interpreter
 
@@ -167,7 +167,7 @@ def test_a_head_with_the_fused_loss(dtype: torch.dtype, chunk_bytes: int, monkey
         inputs = [hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()]
         head = Head(*inputs, None, 3.0, 0.7, fused)
         total = linear_cross_entropy(head, targets, target_weights=weights, terms=Terms(0.1, 0.2))
-        results.append((total, *torch.autograd.grad(total / 7, inputs), *token_statistics(head, targets)))
+        results.append((total, *torch.autograd.grad(total / 7, inputs), *compute_token_statistics(head, targets)))
     for one, other in zip(*results, strict=True):
         assert one.dtype == other.dtype
         assert (one.double() - other.double()).norm() <= ROUNDING[dtype] * one.double().norm()

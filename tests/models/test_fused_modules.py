@@ -14,7 +14,7 @@ from tests.support.interpreted import needs_interpreter
 from tests.support.operations import Operations
 from tests.support.slow import slow_but
 from trainwright.models.fused import blocked
-from trainwright.models.fused.modules import compute_in_blocks, fuse
+from trainwright.models.fused.modules import compute_in_blocks, fuse_modules
 from trainwright.models.recompute import save_activation_memory
 
 _SIZES = {
@@ -52,10 +52,10 @@ def model_of(kind: str, **more: Any) -> Any:
     ],
 )
 def test_modules_whose_formula_is_a_kernels_are_recognized(kind: str, counts: tuple[int, ...]) -> None:
-    assert tuple(fuse(model_of(kind)).values()) == counts
+    assert tuple(fuse_modules(model_of(kind)).values()) == counts
 
 
-@pytest.mark.parametrize("replace", [fuse, compute_in_blocks])
+@pytest.mark.parametrize("replace", [fuse_modules, compute_in_blocks])
 def test_a_norm_that_gets_a_gate_uses_it(replace: Any) -> None:
     from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridRMSNormGated
 
@@ -66,14 +66,14 @@ def test_a_norm_that_gets_a_gate_uses_it(replace: Any) -> None:
     assert not torch.equal(norm(inputs, gate), norm(inputs))
 
 
-@pytest.mark.parametrize("replace", [fuse, compute_in_blocks])
+@pytest.mark.parametrize("replace", [fuse_modules, compute_in_blocks])
 def test_formulas_are_found_where_a_run_is_simulated(replace: Any) -> None:
     with FakeTensorMode():
         counts = replace(model_of("llama"))
     assert (counts["norms"], counts["rotary positions"]) == (5, 2)
 
 
-@pytest.mark.parametrize("replace", [fuse, compute_in_blocks])
+@pytest.mark.parametrize("replace", [fuse_modules, compute_in_blocks])
 def test_modules_of_a_class_share_a_function_with_a_code_object_of_its_own(replace: Any) -> None:
     model = model_of("llama")
     replace(model)
@@ -92,7 +92,7 @@ def test_a_norm_that_differs_in_little_is_left_as_it_is() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.weight * x / (x.norm(dim=-1, keepdim=True) / 4 + self.eps)
 
-    assert fuse(nn.Sequential(Norm()))["norms"] == 0
+    assert fuse_modules(nn.Sequential(Norm()))["norms"] == 0
 
 
 @needs_interpreter
@@ -100,7 +100,7 @@ def test_a_norm_that_differs_in_little_is_left_as_it_is() -> None:
 def test_a_fused_model_computes_what_its_own_modules_do(kind: str) -> None:
     model = model_of(kind)
     fused = copy.deepcopy(model)
-    assert sum(fuse(fused).values()) > 9
+    assert sum(fuse_modules(fused).values()) > 9
     tokens = torch.arange(14).remainder(11).view(2, 7)
     for one in (model, fused):
         one(input_ids=tokens, labels=tokens).loss.backward()
@@ -111,7 +111,7 @@ def test_a_fused_model_computes_what_its_own_modules_do(kind: str) -> None:
 
 def test_recomputed_blocks_use_the_fused_sum_and_keep_their_name() -> None:
     model = model_of("llama")
-    fuse(model)
+    fuse_modules(model)
     block = model.model.layers[0]
     assert type(block).__name__ == "LlamaDecoderLayer"
     tokens = torch.arange(7)[None]
@@ -134,7 +134,7 @@ def test_a_block_that_adds_otherwise_keeps_its_own_code() -> None:
             added: torch.Tensor = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
             return added
 
-    assert fuse(nn.Sequential(Half(model_of("llama").model.layers[0])))["residuals"] == 0
+    assert fuse_modules(nn.Sequential(Half(model_of("llama").model.layers[0])))["residuals"] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -15,7 +15,7 @@ from trainwright.compatibility.gguf.export import export_gguf
 from trainwright.compatibility.gguf.reading import write_converted
 from trainwright.errors import RequestError
 from trainwright.models.files import save_model
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 
 SIZES: dict[str, Any] = {
     "vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -43,7 +43,7 @@ def make(family: str, directory: Path, **fields: Any) -> None:
     with torch.no_grad():
         for parameter in model.parameters():  # norms of one and biases of zero would hide what is lost
             parameter.add_(torch.randn_like(parameter) * 0.05)
-    save_model(directory, config, model.state_dict(), bytes_tokenizer(), model.generation_config)
+    save_model(directory, config, model.state_dict(), build_bytes_tokenizer(), model.generation_config)
 
 
 @pytest.mark.slow
@@ -210,7 +210,7 @@ def test_f16_halves_the_matrices(tmp_path: Path) -> None:
 def test_what_a_file_cannot_hold_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     config = AutoConfig.for_model("gpt_neox", **{**SIZES, "num_key_value_heads": 4})
     model = AutoModelForCausalLM.from_config(config)
-    save_model(tmp_path / "model", config, model.state_dict(), bytes_tokenizer())
+    save_model(tmp_path / "model", config, model.state_dict(), build_bytes_tokenizer())
     with pytest.raises(RequestError, match="gpt_neox; GGUF export supports llama"):
         export_gguf(tmp_path / "model", tmp_path / "model.gguf")
     make("llama", tmp_path / "llama")

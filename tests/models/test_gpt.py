@@ -12,16 +12,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHea
 from trainwright.errors import RequestError
 from trainwright.inference.loading import probe
 from trainwright.models.causal_lm import CausalLM, check_model, find_blocks
-from trainwright.models.files import save_model, skeleton
+from trainwright.models.files import build_skeleton, save_model
 from trainwright.models.gpt.config import GPTConfig
 from trainwright.models.gpt.conversion import from_transformers
-from trainwright.models.gpt.model import GPT, TransformerBlock, attention_in_words
+from trainwright.models.gpt.model import GPT, TransformerBlock, eager_attention_forward
 from trainwright.models.gpt.variants import VARIANTS
 from trainwright.models.load import load_config, load_model, load_tokenizer
 from trainwright.models.truncate_config import cut_config
 from trainwright.models.weights import load_empty
 from trainwright.planning.trace.request import TracedModel
-from trainwright.planning.trace.traced import model_facts
+from trainwright.planning.trace.traced import read_model_facts
 from trainwright.recipe.sections.model import ModelSection
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "max_position_embeddings": 64}
@@ -131,13 +131,13 @@ def test_its_blocks_are_found_and_cut(section: ModelSection) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_plans_know_its_size(variant: str) -> None:
-    facts = model_facts(TracedModel.of({"model_type": "gpt", "variant": variant, "vocab_size": 50257}))
-    model = skeleton(GPTConfig(variant=variant))
+    facts = read_model_facts(TracedModel.of({"model_type": "gpt", "variant": variant, "vocab_size": 50257}))
+    model = build_skeleton(GPTConfig(variant=variant))
     assert facts.total == sum(p.numel() for p in model.parameters())
 
 
 def test_gpt2_has_124_million_parameters() -> None:
-    assert sum(p.numel() for p in skeleton(GPTConfig()).parameters()) == 124_439_808
+    assert sum(p.numel() for p in build_skeleton(GPTConfig()).parameters()) == 124_439_808
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_tokens_behind_a_cache_are_where_they_would_be_without_it(section: Model
 
 def test_attention_in_words_lets_the_last_queries_see_all_keys_before_them() -> None:
     query, key, value = (torch.randn(2, heads, length, 8) for heads, length in ((4, 3), (2, 7), (2, 7)))
-    found, _ = attention_in_words(torch.nn.Identity(), query, key, value, None, scaling=0.3)
+    found, _ = eager_attention_forward(torch.nn.Identity(), query, key, value, None, scaling=0.3)
     allowed = torch.ones(3, 7, dtype=torch.bool).tril(4)
     expected = torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=allowed, scale=0.3, enable_gqa=True

@@ -95,7 +95,7 @@ def test_a_region_and_the_one_before_are_what_acts_in_them() -> None:
     model = model_of(regions=2, steps=6)
     steps = lived(2, 12)
     hidden = acted(model, steps, moves_by=1, cached=True)[:, 6:]
-    batch = batch_of(steps.without_past(4))
+    batch = batch_of(steps.remove_past(4))
     later = replace(batch, targets=batch.real & (torch.arange(12) >= 6))
     expected = torch.nn.functional.cross_entropy(hidden.flatten(0, 1), batch.actions[:, 6:].flatten(), reduction="sum")
     assert HistoryObjective(model, LossWeights())(later)[0].item() == pytest.approx(expected.item(), rel=1e-5)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.models.test_merging import base, trained
-from trainwright.api.publishing import exported
+from trainwright.api.publishing import export_here
 from trainwright.errors import RequestError
 from trainwright.inference.finding import find_model
 from trainwright.inference.loading import check_fits
@@ -24,9 +24,9 @@ from trainwright.models.adapters import config as adapters_config
 from trainwright.models.adapters.attaching import attach_adapter
 from trainwright.models.load import check_adapter, load_config, load_model, load_tokenizer
 from trainwright.models.resolve_model import resolve
-from trainwright.models.truncate_config import parameter_count
+from trainwright.models.truncate_config import count_parameters
 from trainwright.models.weights import load_empty
-from trainwright.planning.facts import configuration_of
+from trainwright.planning.facts import read_configuration
 from trainwright.recipe.sections.model import ModelSection
 
 Change = Callable[[Path], object]
@@ -56,7 +56,7 @@ def refusals(model: Path) -> list[str]:
     """What is said where the model is planned, looked at and loaded; empty where it is taken."""
     section, said = ModelSection(name=str(model)), []
     for look in (
-        lambda: configuration_of(section),
+        lambda: read_configuration(section),
         lambda: load_empty(section, 0),
         lambda: load_model(section, torch.float32),
     ):
@@ -94,7 +94,7 @@ def test_wrong_values_of_a_configuration_are_told(model: Path, values: dict[str,
 def test_a_model_without_a_width_is_not_planned(model: Path) -> None:
     change_json(model / "config.json", hidden_size=0)
     with pytest.raises(RequestError, match=r"config\.json: hidden_size: 0 is no width of a model"):
-        configuration_of(ModelSection(name=str(model)))
+        read_configuration(ModelSection(name=str(model)))
 
 
 @pytest.mark.parametrize("content", ["[]", "null", "", "[" * 100_000, '{"a": ' * 200 + "1" + "}" * 200])
@@ -136,14 +136,14 @@ def test_generation_settings_that_are_none_are_told(model: Path, content: str) -
 def test_generation_settings_that_cannot_be_read_are_told(model: Path, tmp_path: Path, content: str) -> None:
     (model / "generation_config.json").write_text(content)
     with pytest.raises(RequestError, match=r"generation_config\.json: (nested more than|eos_token_id should be)"):
-        exported(str(model), tmp_path / "model.gguf", "gguf", None, None)
+        export_here(str(model), tmp_path / "model.gguf", "gguf", None, None)
     assert all("generation_config.json: " in line for line in refusals(model)) and len(refusals(model)) == 2
 
 
 def test_a_rotary_embedding_that_does_not_exist_is_told_where_parameters_are_counted(model: Path) -> None:
     change_json(model / "config.json", rope_parameters={"rope_type": "x", "rope_theta": 1e4})
     with pytest.raises(RequestError, match="cannot create"):
-        parameter_count(load_config(ModelSection(name=str(model))))
+        count_parameters(load_config(ModelSection(name=str(model))))
 
 
 @pytest.mark.parametrize("values", [{"num_hidden_layers": 99}, {"intermediate_size": 10**6}], ids=str)
@@ -173,7 +173,7 @@ def test_a_chat_template_that_is_no_text_is_told(model: Path, template: Any) -> 
 def test_sizes_that_a_gguf_file_cannot_hold_are_told(model: Path, tmp_path: Path) -> None:
     change_json(model / "config.json", max_position_embeddings=2**33)
     with pytest.raises(RequestError, match="context_length: 8589934592 cannot be written"):
-        exported(str(model), tmp_path / "model.gguf", "gguf", None, None)
+        export_here(str(model), tmp_path / "model.gguf", "gguf", None, None)
 
 
 def sharded(model: Path, files: Callable[[dict[str, str]], Any]) -> None:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from trainwright.models import linear_losses as module
-from trainwright.models.linear_losses import Head, Terms, linear_cross_entropy, token_statistics
+from trainwright.models.linear_losses import Head, Terms, compute_token_statistics, linear_cross_entropy
 
 
 def plain(
@@ -148,7 +148,7 @@ def test_no_targets_is_no_loss_and_a_zero_gradient() -> None:
 
 def test_statistics_are_the_losses_and_hits_of_each_target() -> None:
     hidden, weight, offset, targets = leaves()
-    losses, correct = token_statistics(Head(hidden, weight, offset, 3.0), targets)
+    losses, correct = compute_token_statistics(Head(hidden, weight, offset, 3.0), targets)
     torch.testing.assert_close(losses, plain(hidden, weight, offset, targets, 3.0, 1.0), rtol=1e-5, atol=1e-5)
     assert (correct == (F.linear(hidden, weight, offset).argmax(1) == targets)).all()
 

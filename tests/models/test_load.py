@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, LlamaC
 
 from trainwright.errors import RequestError
 from trainwright.models.load import load_config, load_model, load_tokenizer
-from trainwright.models.tokenization import bytes_tokenizer, tokenizer_from
-from trainwright.models.weights import empty_model
+from trainwright.models.tokenization import build_bytes_tokenizer, load_tokenizer_from
+from trainwright.models.weights import build_empty_model
 from trainwright.recipe.sections.model import ModelSection
 
 LLAMA: dict[str, Any] = {
@@ -35,7 +35,7 @@ def saved(directory: Path, config: Any = None) -> Path:
     """A model directory as plain transformers writes it."""
     config = config or load_config(fresh(LLAMA))
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    bytes_tokenizer().save_pretrained(directory)
+    build_bytes_tokenizer().save_pretrained(directory)
     return directory
 
 
@@ -109,7 +109,7 @@ def test_dropout_changes_what_the_model_computes() -> None:
 
 def test_values_that_only_the_model_code_refuses_are_a_wrong_request(tmp_path: Path) -> None:
     section = fresh({**LLAMA, "hidden_act": "os.system"})
-    for make in (load_model, lambda section: empty_model(load_config(section))):
+    for make in (load_model, lambda section: build_empty_model(load_config(section))):
         with pytest.raises(
             RequestError, match=r"cannot create a llama from this configuration \(KeyError: 'os\.system'\)"
         ):
@@ -232,7 +232,7 @@ def test_a_sentencepiece_model_alone_names_the_package(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     with pytest.raises(RequestError, match=r"only tokenizer.model, which is read with the package sentencepiece"):
-        tokenizer_from(tmp_path, "model.name")
+        load_tokenizer_from(tmp_path, "model.name")
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
@@ -265,4 +265,4 @@ def test_overrides_of_no_key_or_of_shapes_are_refused(tmp_path: Path) -> None:
             ModelSection(name="a/b", overrides={key: 1})
     nested = {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e3}}}
     with pytest.raises(RequestError, match="rope_parameters by kind of layer"):
-        ModelSection(name="a/b", overrides={"rope_theta": 1e5}).overridden(nested)
+        ModelSection(name="a/b", overrides={"rope_theta": 1e5}).override_configuration(nested)

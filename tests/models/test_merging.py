@@ -9,11 +9,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.slow import slow_but
 from trainwright.errors import RequestError
-from trainwright.models.adapters.attaching import adapted_layers, attach_adapter
+from trainwright.models.adapters.attaching import attach_adapter, iterate_adapted_layers
 from trainwright.models.files import save_model
 from trainwright.models.load import load_model, load_tokenizer
 from trainwright.models.merging import merge
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 from trainwright.recipe.sections.model import ModelSection
 
 LLAMA: dict[str, Any] = {
@@ -28,7 +28,7 @@ def base(directory: Path, family: str = "llama", dtype: torch.dtype = torch.floa
     config = AutoConfig.for_model(family, **{**(GPT2 if family == "gpt2" else LLAMA), **more})
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
-    save_model(directory, config, model.state_dict(), bytes_tokenizer(), model.generation_config, dtype)
+    save_model(directory, config, model.state_dict(), build_bytes_tokenizer(), model.generation_config, dtype)
     return directory
 
 
@@ -174,4 +174,4 @@ def test_every_adapted_layer_is_merged(tmp_path: Path) -> None:
     section, _ = trained(base(tmp_path / "base"), tmp_path / "adapter")
     model = load_model(section, torch.float32)
     attach_adapter(model, section, 0)
-    assert merge(section, 0, tmp_path / "merged")[0] == len(list(adapted_layers(model))) == 14
+    assert merge(section, 0, tmp_path / "merged")[0] == len(list(iterate_adapted_layers(model))) == 14

@@ -22,9 +22,9 @@ from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.machine.describe import parse_machine
 from trainwright.models.causal_lm import CausalLM
 from trainwright.models.load import load_model
-from trainwright.models.tokenization import bytes_tokenizer
-from trainwright.planning.facts import facts_of
-from trainwright.planning.memory.peak import memory_of
+from trainwright.models.tokenization import build_bytes_tokenizer
+from trainwright.planning.facts import build_facts
+from trainwright.planning.memory.peak import estimate_memory
 from trainwright.planning.workload import Choice
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.model import ModelSection
@@ -83,13 +83,13 @@ def test_a_plan_counts_the_logits_of_all_positions_and_every_parameter() -> None
     plans, peaks = {}, {}
     for name in ("Logits", "Hidden"):
         fixed = ("parallel.num_processes=1", "train.micro_batch_size=8", "data.max_length=512", ON_ROWS)
-        facts = facts_of(load_recipe(TINY, [*BASE, of(name), config, *fixed]))
+        facts = build_facts(load_recipe(TINY, [*BASE, of(name), config, *fixed]))
         plans[name] = facts.workload.facts
         model = Logits(20000, layers=3)
         assert plans[name].total == sum(parameter.numel() for parameter in model.parameters())
         assert plans[name].layers == 3
         choice = Choice("single", 1, 8, 1, "no")
-        peaks[name] = memory_of(facts.workload, choice, parse_machine("1xH100")).phases["forward"]
+        peaks[name] = estimate_memory(facts.workload, choice, parse_machine("1xH100")).phases["forward"]
     assert peaks["Logits"] > peaks["Hidden"]  # with all logits at once
 
 
@@ -98,9 +98,10 @@ def test_a_plan_after_loading_another_model_creates_its_tensors_on_one_device(tm
     program = """if True:
         import sys, torch, trainwright.models.own_module
         from transformers import AutoModelForCausalLM
-        from trainwright.models.configuration import fresh_config
-        from trainwright.models.tokenization import bytes_tokenizer
-        config = fresh_config({"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1}, bytes_tokenizer())
+        from trainwright.models.configuration import build_fresh_config
+        from trainwright.models.tokenization import build_bytes_tokenizer
+        settings = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1}
+        config = build_fresh_config(settings, build_bytes_tokenizer())
         AutoModelForCausalLM.from_config(config).save_pretrained(sys.argv[1])
         AutoModelForCausalLM.from_pretrained(sys.argv[1])
         with torch.device("meta"):
@@ -158,7 +159,7 @@ def test_a_run_is_planned_resumed_saved_and_used_from_elsewhere(runs: Runs, tmp_
 
 
 def test_a_batch_is_generated_as_each_row_alone() -> None:
-    tokenizer = bytes_tokenizer()
+    tokenizer = build_bytes_tokenizer()
     section = ModelSection(implementation=f"{SOURCE}:Logits", config={"hidden": 16}, tokenizer="bytes")
     model = load_model(section, tokenizer=tokenizer)
     ids = torch.tensor([[256, 256, 5, 6], [7, 8, 9, 10]])
@@ -174,7 +175,7 @@ def test_the_loss_of_logits_is_the_cross_entropy_with_its_gradient() -> None:
     sequences = [([1, 2, 3, 4], [True] * 4), ([5, 6, 7, 8], [True] * 4)]
     batch = collate_examples(TokenDataset.from_examples(sequences, "rows"), (0, 1), packed=False)
     CausalLM(model, packed=False)(batch).backward()
-    plain = Logits(len(bytes_tokenizer()), hidden=16)
+    plain = Logits(len(build_bytes_tokenizer()), hidden=16)
     plain.load_state_dict({name.removeprefix("module."): value for name, value in model.state_dict().items()})
     ids = torch.tensor([sequence for sequence, _ in sequences])
     loss = torch.nn.functional.cross_entropy(plain(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trainwright.data.stream.batch import Batch, flat_layout, padded_layout
+from trainwright.data.stream.batch import Batch, build_flat_layout, build_padded_layout
 from trainwright.models.causal_lm import CausalLM
-from trainwright.models.linear_losses import Head, linear_cross_entropy, token_statistics
-from trainwright.parallel.constants import padded_size
+from trainwright.models.linear_losses import Head, compute_token_statistics, linear_cross_entropy
+from trainwright.parallel.constants import compute_padded_size
 
 
 def _batch(lengths: list[int], *, packed: bool, seed: int = 0) -> Batch:
@@ -19,7 +19,9 @@ def _batch(lengths: list[int], *, packed: bool, seed: int = 0) -> Batch:
     for length in lengths:
         tokens = torch.randint(1, 90, (length,), generator=generator, dtype=torch.int32).numpy()
         pairs.append((tokens, torch.ones(length, dtype=torch.bool).numpy()))
-    ids, positions, flags, mask = flat_layout(pairs, lengths) if packed else padded_layout(pairs, lengths, 0)
+    ids, positions, flags, mask = (
+        build_flat_layout(pairs, lengths) if packed else build_padded_layout(pairs, lengths, 0)
+    )
     predicted = torch.from_numpy((flags.reshape(-1) & (positions.reshape(-1) > 0)).nonzero()[0])
     edges = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     return Batch(
@@ -55,11 +57,11 @@ def _model(packed: bool) -> CausalLM:
 
 
 def test_sizes_are_few_and_at_most_a_sixteenth_larger() -> None:
-    sizes = {padded_size(count) for count in range(1, 4097)}
+    sizes = {compute_padded_size(count) for count in range(1, 4097)}
     assert len(sizes) <= 16 * 4 + 16
     for count in range(1, 4097):
-        assert count <= padded_size(count) < count + max(16, count / 16 + 1)
-        assert padded_size(padded_size(count)) == padded_size(count)
+        assert count <= compute_padded_size(count) < count + max(16, count / 16 + 1)
+        assert compute_padded_size(compute_padded_size(count)) == compute_padded_size(count)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -71,7 +73,9 @@ def test_packs_of_many_lengths_have_products_of_few_sizes(packed: bool) -> None:
     lengths = range(17, 60)
     for length in lengths:
         lm(_batch([length, 5], packed=packed)).backward()
-    assert len(rows["layers"]) <= len({padded_size(length + 5 * packed) for length in lengths}) < len(lengths) / 4
+    assert (
+        len(rows["layers"]) <= len({compute_padded_size(length + 5 * packed) for length in lengths}) < len(lengths) / 4
+    )
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -80,7 +84,7 @@ def test_padding_changes_no_loss_and_no_gradient(packed: bool) -> None:
     batch = _batch([31, 23, 9], packed=packed)
     exact = _model(packed).double()
     half = copy.deepcopy(exact).to(torch.bfloat16)
-    losses = {"exact": exact.token_losses(batch), "half": half.token_losses(batch)}
+    losses = {"exact": exact.compute_token_losses(batch), "half": half.compute_token_losses(batch)}
     assert losses["half"].shape == losses["exact"].shape == (60,)
     assert losses["half"].double() == pytest.approx(losses["exact"].double(), abs=0.03)
     totals = exact(batch), half(batch)
@@ -112,5 +116,5 @@ def test_the_head_of_any_number_of_targets(rows: int) -> None:
     for actual, wanted in zip((hidden, weight, bias), parts, strict=True):
         assert actual.grad is not None and wanted.grad is not None
         assert (actual.grad.double() - wanted.grad).norm() < 0.02 * wanted.grad.norm()
-    each, correct = token_statistics(Head(hidden, weight, bias), targets)
+    each, correct = compute_token_statistics(Head(hidden, weight, bias), targets)
     assert each.shape == correct.shape == (rows,)

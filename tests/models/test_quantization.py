@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from tests.support.slow import slow_but
 from trainwright.models.load import load_model
 from trainwright.models.quantization import NF4, DoubleNF4, Int8, QuantizedLinear, WeightFormat, count_parameters
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.tokenization import build_bytes_tokenizer
 from trainwright.recipe.sections.model import ModelSection
 
 KINDS: dict[str, type[WeightFormat]] = {"nf4": NF4, "double nf4": DoubleNF4, "int8": Int8}
@@ -117,7 +117,7 @@ def test_a_base_is_quantized_as_it_is_read(kind: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 1024, "intermediate_size": 2560, "num_hidden_layers": 4, "num_attention_heads": 8}
     config = LlamaConfig(**sizes, vocab_size=300, dtype=torch.bfloat16)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    bytes_tokenizer().save_pretrained(tmp_path)
+    build_bytes_tokenizer().save_pretrained(tmp_path)
     section = ModelSection.model_validate(
         {"name": str(tmp_path), "adapter": {"type": "lora", "quantization": kind}, "tokenizer": "bytes"}
     )

@@ -181,10 +181,10 @@ def test_generation_and_evaluation_go_on_as_before() -> None:
     prompt = torch.tensor([[5, 6, 7]])
     texts = []
     for each in (plain, model):
-        with each.for_generation() as generator:
+        with each.open_for_generation() as generator:
             texts.append(generator.generate(prompt, max_new_tokens=6, do_sample=False))
     assert torch.equal(*texts)
-    assert torch.equal(plain.token_losses(batch), model.token_losses(batch))
+    assert torch.equal(plain.compute_token_losses(batch), model.compute_token_losses(batch))
 
 
 def test_more_than_there_are_blocks_is_refused() -> None:

@@ -17,9 +17,9 @@ from safetensors.torch import save
 from transformers import AutoModelForCausalLM
 
 from trainwright.errors import RequestError
-from trainwright.models.load import dtype_to_save, load_config, load_model, load_tokenizer
-from trainwright.models.resolve_model import resolve, saved_precision
-from trainwright.models.tokenization import bytes_tokenizer
+from trainwright.models.load import choose_dtype_to_save, load_config, load_model, load_tokenizer
+from trainwright.models.resolve_model import choose_saved_precision, resolve
+from trainwright.models.tokenization import build_bytes_tokenizer
 from trainwright.recipe.sections.model import ModelSection
 
 CONFIG = {
@@ -41,7 +41,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 def saved(directory: Path, shards: str | None = None) -> Path:
     model = AutoModelForCausalLM.from_config(load_config(ModelSection(config=CONFIG, tokenizer="bytes")))
     model.save_pretrained(directory, **({"max_shard_size": shards} if shards else {}))
-    bytes_tokenizer().save_pretrained(directory)
+    build_bytes_tokenizer().save_pretrained(directory)
     return directory
 
 
@@ -152,11 +152,11 @@ def test_a_model_is_saved_as_its_files_are_whatever_its_configuration_says(tmp_p
     fields = json.loads(file.read_text()) | {"dtype": "bfloat16"}
     file.write_text(json.dumps(fields))
     model = ModelSection(name=str(directory))
-    assert (saved_precision(model, fields), dtype_to_save(model)) == ("fp32", torch.float32)
+    assert (choose_saved_precision(model, fields), choose_dtype_to_save(model)) == ("fp32", torch.float32)
     (directory / "model.safetensors").unlink()  # known by its configuration alone
-    assert saved_precision(model, fields) == "bf16"
-    assert saved_precision(ModelSection(config=CONFIG, tokenizer="bytes"), CONFIG) == "fp32"
-    assert saved_precision(ModelSection(name=str(directory), save_dtype="fp16"), fields) == "fp16"
+    assert choose_saved_precision(model, fields) == "bf16"
+    assert choose_saved_precision(ModelSection(config=CONFIG, tokenizer="bytes"), CONFIG) == "fp32"
+    assert choose_saved_precision(ModelSection(name=str(directory), save_dtype="fp16"), fields) == "fp16"
 
 
 @pytest.mark.parametrize(
@@ -170,15 +170,15 @@ def test_a_model_is_saved_as_its_gguf_file_says(tmp_path: Path, kind: str, preci
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    assert saved_precision(ModelSection(name=str(tmp_path / "model.gguf")), {"dtype": "bfloat16"}) == precision
-    assert saved_precision(ModelSection(name=str(tmp_path), gguf_file="model.gguf"), {}) == precision
+    assert choose_saved_precision(ModelSection(name=str(tmp_path / "model.gguf")), {"dtype": "bfloat16"}) == precision
+    assert choose_saved_precision(ModelSection(name=str(tmp_path), gguf_file="model.gguf"), {}) == precision
 
 
 def test_how_a_model_is_saved_is_known_without_torch(tmp_path: Path) -> None:
     program = (
-        "import sys; from trainwright.models.resolve_model import saved_precision\n"
+        "import sys; from trainwright.models.resolve_model import choose_saved_precision\n"
         "from trainwright.recipe.sections.model import ModelSection\n"
-        f"print(saved_precision(ModelSection(name={str(packaged())!r}), {{}}), 'torch' in sys.modules)"
+        f"print(choose_saved_precision(ModelSection(name={str(packaged())!r}), {{}}), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["fp32", "False"]

@@ -17,10 +17,10 @@ from tests.support.training import Case, train
 from trainwright.data.stream.batch import Batch, collate_examples
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
-from trainwright.models.causal_lm import CausalLM, RouterLoss, router_loss
-from trainwright.models.weights import empty_model
-from trainwright.planning.trace.request import Device, TracedModel, TraceRequest, rows_of
-from trainwright.planning.trace.traced import sized
+from trainwright.models.causal_lm import CausalLM, RouterLoss, build_router_loss
+from trainwright.models.weights import build_empty_model
+from trainwright.planning.trace.request import Device, TracedModel, TraceRequest, choose_row_kind
+from trainwright.planning.trace.traced import size_model
 from trainwright.recipe.loading import load_recipe
 
 FAMILIES = ["mixtral", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "phimoe"]
@@ -111,9 +111,9 @@ def test_a_model_without_routers_is_refused(tmp_path: Path) -> None:
         "task: sft\nmodel: {name: x}\ndata: {train: pydoc}\nsft: {router_loss: model}\n"
     )
     recipe = load_recipe(tmp_path / "recipe.yaml")
-    llama = empty_model(AutoConfig.for_model(**{**small_config("llama"), "model_type": "llama"}))
+    llama = build_empty_model(AutoConfig.for_model(**{**small_config("llama"), "model_type": "llama"}))
     with pytest.raises(RequestError, match=r"sft.router_loss: LlamaForCausalLM returns no logits of routers"):
-        router_loss(recipe, llama)
+        build_router_loss(recipe, llama)
 
 
 def test_the_plan_has_the_loss_of_every_layer() -> None:
@@ -121,6 +121,6 @@ def test_the_plan_has_the_loss_of_every_layer() -> None:
     batch = real_step.batch_of((128, 320, 576), True, configuration["vocab_size"])
     shape = real_step.shape_of(batch)
     model = replace(TracedModel.of(configuration), router_loss=True)
-    request = TraceRequest(model, Device("cpu", fused=True), "fp32", rows_of(shape), "full")
-    plan, real = real_step.planned(sized(request, shape)), real_step.measured(real_step.real_model(request), batch)
+    request = TraceRequest(model, Device("cpu", fused=True), "fp32", choose_row_kind(shape), "full")
+    plan, real = real_step.planned(size_model(request, shape)), real_step.measured(real_step.real_model(request), batch)
     assert plan["step"] == pytest.approx(real["step"], rel=0.01)

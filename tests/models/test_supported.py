@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 from tests.support.commands import PATIENCE, ROOT, environment
 from trainwright.cli.main import app
 from trainwright.errors import RequestError
-from trainwright.models.configuration import config_from
+from trainwright.models.configuration import read_config
 from trainwright.models.resolve_model import check_directory
 from trainwright.models.supported import check_supported
-from trainwright.planning.facts import check_model, configuration_of
+from trainwright.planning.facts import check_model, read_configuration
 from trainwright.recipe.sections.model import ModelSection
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -61,9 +61,9 @@ def test_others_are_refused_by_what_they_are(config: dict[str, Any], what: str, 
     said = set()
     for look in (
         lambda: check_supported(config, f"model.name: {tmp_path}"),
-        lambda: config_from(tmp_path),
+        lambda: read_config(tmp_path),
         lambda: check_model(section),
-        lambda: configuration_of(section),
+        lambda: read_configuration(section),
     ):
         with pytest.raises(RequestError) as raised:
             look()
@@ -98,8 +98,8 @@ def test_language_models_are_not(config: dict[str, Any]) -> None:
 def test_models_without_attention_can_be_asked_and_are_not_trained(tmp_path: Path, kind: str, what: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "hidden_size": 64, "num_hidden_layers": 2}))
     section = ModelSection(name=str(tmp_path))
-    assert config_from(tmp_path).model_type == kind
-    for look in (lambda: check_model(section), lambda: configuration_of(section)):
+    assert read_config(tmp_path).model_type == kind
+    for look in (lambda: check_model(section), lambda: read_configuration(section)):
         with pytest.raises(RequestError) as raised:
             look()
         assert (

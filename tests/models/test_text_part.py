@@ -15,8 +15,8 @@ from trainwright.errors import RequestError
 from trainwright.models.files import check_saved, save_model
 from trainwright.models.load import load_model
 from trainwright.models.text_part import read_causal
-from trainwright.models.usage import loading
-from trainwright.planning.facts import configuration_of
+from trainwright.models.usage import format_loading_code
+from trainwright.planning.facts import read_configuration
 from trainwright.recipe.sections.model import ModelSection
 
 IDS = torch.arange(20, 37)[None]
@@ -51,14 +51,14 @@ def test_the_language_model_of_a_whole_model_is_read_and_saved_in_it(kind: str, 
     others = {name for name in old if "language_model" not in name and "text_model" not in name}
     assert changed and {name for name in changed & others if "lm_head" not in name} == set()
     assert (after / "preprocessor_config.json").read_text() == (before / "preprocessor_config.json").read_text()
-    assert "AutoModelForImageTextToText" in str(loading(after, "model"))
+    assert "AutoModelForImageTextToText" in str(format_loading_code(after, "model"))
 
 
 def test_a_plan_is_of_the_language_model(tmp_path: Path) -> None:
     section = ModelSection(name=str(write_whole("gemma3", tmp_path / "whole")))
-    assert configuration_of(section)["model_type"] == "gemma3_text"
+    assert read_configuration(section)["model_type"] == "gemma3_text"
     fresh = ModelSection(config=CONFIGS["gemma3"] | {"model_type": "gemma3"}, tokenizer="bytes")
-    assert configuration_of(fresh)["model_type"] == "gemma3_text"
+    assert read_configuration(fresh)["model_type"] == "gemma3_text"
 
 
 def test_overrides_are_of_the_language_model_and_saved(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_an_adapter_loads_on_the_whole_model_and_is_continued(gemma: Path, runs:
     adapted = PeftModel.from_pretrained(whole(gemma), final)
     states = load_file(final / "adapter_model.safetensors")
     assert all(name.startswith("base_model.model.model.language_model.layers.") for name in states)
-    assert "AutoModelForImageTextToText" in str(loading(final, "adapter"))
+    assert "AutoModelForImageTextToText" in str(format_loading_code(final, "adapter"))
     assert not torch.equal(logits(adapted), logits(whole(gemma)))
     continued = runs.trained(
         *lora, f"model.adapter.start_from={final}", "train.max_steps=1", "optimizer.learning_rate=1e-30"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright.models.linear_losses import shared_gradient
+from trainwright.models.linear_losses import share_gradient
 
 TOKENS = torch.tensor([[3, 1, 3, 7], [0, 3, 7, 2]])
 
@@ -18,7 +18,7 @@ def modules(padding: int | None = None, dtype: torch.dtype = torch.float64) -> t
 
 def gradient(embedding: nn.Embedding, head: nn.Linear, *, shared: bool) -> torch.Tensor:
     if shared:
-        with shared_gradient(embedding, head) as head_weight:
+        with share_gradient(embedding, head) as head_weight:
             hidden = embedding(TOKENS)
         weight = head_weight()
     else:
@@ -61,7 +61,7 @@ def test_where_something_else_has_its_hands_on_it_nothing_changes(changed: str) 
         embedding.weight.requires_grad_(False)
     if changed == "untied":
         head.weight = nn.Parameter(torch.zeros_like(embedding.weight))
-    with torch.set_grad_enabled(changed != "no gradients"), shared_gradient(embedding, head) as head_weight:
+    with torch.set_grad_enabled(changed != "no gradients"), share_gradient(embedding, head) as head_weight:
         assert embedding(TOKENS).equal(nn.functional.embedding(TOKENS, embedding.weight))
         assert head_weight() is head.weight
     assert "forward" not in vars(embedding)

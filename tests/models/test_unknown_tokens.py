@@ -17,7 +17,7 @@ from trainwright.data.rows.formats import EXAMPLES
 from trainwright.errors import RequestError
 from trainwright.inference.generation import Sampling, Stop, answer_batch
 from trainwright.models.load import load_tokenizer
-from trainwright.recipe.loading import dump_recipe, recipe_of
+from trainwright.recipe.loading import build_recipe, dump_recipe
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.tasks.language_model import prepare_data
 from trainwright.tasks.pretrain.task import prepare_once
@@ -46,7 +46,7 @@ def test_rows_with_such_a_token_are_named_before_training(model: Path, tmp_path:
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in (ROW, ROW, EXTRA)))
     size = LlamaConfig.from_pretrained(model).vocab_size
-    recipe = recipe_of(
+    recipe = build_recipe(
         ["task=sft", f"model.name={model}", f"data={{train: {file}, validation: null, max_length: 64}}"], "test"
     )
     with pytest.raises(RequestError, match=MESSAGE.format(size)):
@@ -71,7 +71,7 @@ def test_a_corpus_with_such_a_token_is_refused_before_pretraining(model: Path, t
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("Hello there", "Hello <extra>", "Hi")))
     data = f"data={{train: {file}, validation: null, max_length: 16}}"
-    recipe = recipe_of(["task=pretrain", f"model.name={model}", data, ALONE], "test")
+    recipe = build_recipe(["task=pretrain", f"model.name={model}", data, ALONE], "test")
     with pytest.raises(RequestError, match=r"document 2: has the token '<extra>'"):
         prepare_once(recipe, tmp_path / "cache")
     (checked,) = check_sources(

@@ -25,10 +25,10 @@ from trainwright.models.files import save_model
 from trainwright.models.gpt.model import register
 from trainwright.models.load import load_config, load_model
 from trainwright.models.merging import merge
-from trainwright.models.tokenization import bytes_tokenizer
-from trainwright.models.usage import loading
+from trainwright.models.tokenization import build_bytes_tokenizer
+from trainwright.models.usage import format_loading_code
 from trainwright.recipe.sections.model import ModelSection
-from trainwright.run.hub import model_card, published_settings
+from trainwright.run.hub import build_published_settings, format_model_card
 from trainwright.tasks.algorithm_distillation.environments import make
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape, save_history_model
 
@@ -61,7 +61,7 @@ def card_of(directory: Path, weights: Path, model: Mapping[str, Any], task: str 
     (directory / "events.jsonl").write_text(
         "".join(json.dumps({"time": 0.0, "step_time": 1.0, **event}) + "\n" for event in EVENTS)
     )
-    return model_card(directory, f"me/{weights.name}", weights)
+    return format_model_card(directory, f"me/{weights.name}", weights)
 
 
 @pytest.mark.parametrize("kind", ["deep", "without a start", "a start of nothing", "a named pipe", "missing"])
@@ -75,7 +75,7 @@ def test_a_run_without_events_that_can_be_read_has_no_card(tmp_path: Path, kind:
     elif kind == "a named pipe":
         os.mkfifo(file)
     with pytest.raises(RequestError, match="no card can be written without its events"):
-        model_card(tmp_path / "run", "me/x", tmp_path / "run")
+        format_model_card(tmp_path / "run", "me/x", tmp_path / "run")
 
 
 def block_of(card: str) -> str:
@@ -118,7 +118,9 @@ def test_what_cards_say_runs_and_is_the_model(tmp_path: Path) -> None:
     section = ModelSection(config=GPT, tokenizer="bytes")
     register()
     own = load_model(section, torch.float32, 0)
-    save_model(place / "me" / "gpt", load_config(section), own.state_dict(), bytes_tokenizer(), own.generation_config)
+    save_model(
+        place / "me" / "gpt", load_config(section), own.state_dict(), build_bytes_tokenizer(), own.generation_config
+    )
     add("gpt", {"config": GPT, "tokenizer": "bytes"}, own(input_ids=IDS).logits.detach(), task="pretrain")
     adapters = {
         "adapter": (plain, {}),
@@ -147,11 +149,11 @@ def test_what_cards_say_runs_and_is_the_model(tmp_path: Path) -> None:
             found[name], logits, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
         )
     assert str(tmp_path) not in "".join(cards.values())
-    sent = published_settings(place / "me" / "gguf")
+    sent = build_published_settings(place / "me" / "gguf")
     assert sorted(sent) == ["adapter_config.json", "base_model.json"] and str(tmp_path) not in str(sent)
     named = json.loads(sent["base_model.json"])
     assert named["file"] == named["name"] == "small.gguf"
-    assert published_settings(place / "me" / "whole") == {}
+    assert build_published_settings(place / "me" / "whole") == {}
     said = " ".join(cards["gguf"].split())
     digest = re.search(r"SHA-256 ([0-9a-f]{64})", said)
     assert digest is not None and "small.gguf" in said and "F16" in said
@@ -168,7 +170,7 @@ def test_what_messages_say_runs_from_anywhere(tmp_path: Path) -> None:
     expected = {"whole": logits_of(plain)}
     expected["adapter"] = trained(plain, places["adapter"])[1]
     expected["gguf"] = trained(tmp_path / "small.gguf", places["gguf"])[1]
-    blocks = {name: str(loading(place, str(place))) for name, place in places.items()}
+    blocks = {name: str(format_loading_code(place, str(place))) for name, place in places.items()}
     for name, logits in executed(blocks, tmp_path / "elsewhere").items():
         torch.testing.assert_close(logits, expected[name], rtol=1e-4, atol=1e-4)
 
@@ -199,7 +201,7 @@ def test_what_an_agent_s_card_says_evaluates_it(tmp_path: Path, environment: str
     shape = HistoryShape(made.observation_counts, made.action_count, 16, 1, 2, "transition", "rotary", steps=8)
     about = {"environment": {"name": environment, "options": options}, "tried": tried}
     save_history_model(weights, shape, about, HistoryModel(shape, seed=0).named_parameters())
-    card = model_card(run, "me/agent", weights)
+    card = format_model_card(run, "me/agent", weights)
     said, kept = (re.findall(rf"^```{kind}\n(.*?)^```", card, re.DOTALL | re.M)[0] for kind in ("sh", "yaml"))
     download, evaluate = (shlex.split(line) for line in said.splitlines())
     shutil.copytree(weights, tmp_path / download[-1])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from trainwright.errors import RequestError
 from trainwright.models.files import save_model
 from trainwright.models.load import load_config, load_model, load_tokenizer
-from trainwright.models.weights import FileWeights, TensorWeights, empty_model, load_empty
+from trainwright.models.weights import FileWeights, TensorWeights, build_empty_model, load_empty
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
 from trainwright.recipe.sections.model import ModelSection
@@ -43,7 +43,7 @@ def changed(section: ModelSection, **tensors: torch.Tensor | None) -> None:
 
 def test_an_empty_model_draws_nothing_and_has_its_buffers() -> None:
     before = torch.get_rng_state()
-    empty = empty_model(load_config(FRESH))
+    empty = build_empty_model(load_config(FRESH))
     assert torch.equal(torch.get_rng_state(), before)
     assert all(parameter.is_meta for parameter in empty.parameters())
     whole = load_model(FRESH)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import wait_for
-from trainwright.observe.ledger import NewestSamples, rank_file
+from trainwright.observe.ledger import NewestSamples, locate_rank_file
 from trainwright.run.observers.console import ConsoleObserver
 from trainwright.utils import text
 
@@ -191,7 +191,7 @@ def test_summary_says_how_it_went_and_where_everything_is(tmp_path: Path) -> Non
     assert "4.0 GiB" in output
     assert 'from_pretrained("runs/tiny-1/final")' in output
     assert str(tmp_path / "report.html") in output
-    assert f"tensorboard --logdir {text.quoted(tmp_path / 'tensorboard')}" in output
+    assert f"tensorboard --logdir {text.quote_word(tmp_path / 'tensorboard')}" in output
 
 
 def test_stopped_run_is_not_offered_as_a_model() -> None:
@@ -222,11 +222,11 @@ def test_nan_loss_and_a_file_that_cannot_be_written_are_shown() -> None:
 
 
 def test_numbers_for_people() -> None:
-    assert [text.count(n) for n in (950, 12_345, 1_300_000, 7.2e9)] == ["950", "12.3k", "1.3M", "7.2B"]
-    assert [text.duration(s) for s in (4.6, 75, 3_725, float("inf"))] == ["0:05", "1:15", "1:02:05", "?"]
-    assert [text.size(n) for n in (12, 1 << 20, 3 << 40)] == ["12 B", "1.0 MiB", "3.0 TiB"]
-    assert [text.size(n) for n in (500 << 20, 1023 << 20)] == ["500 MiB", "1023 MiB"]
-    assert [text.span(s) for s in (0, 4e-5, 9.9e-4, 0.00532, 0.3, 12.5, 720, 12_240, 181_440)] == [
+    assert [text.format_count(n) for n in (950, 12_345, 1_300_000, 7.2e9)] == ["950", "12.3k", "1.3M", "7.2B"]
+    assert [text.format_duration(s) for s in (4.6, 75, 3_725, float("inf"))] == ["0:05", "1:15", "1:02:05", "?"]
+    assert [text.format_bytes(n) for n in (12, 1 << 20, 3 << 40)] == ["12 B", "1.0 MiB", "3.0 TiB"]
+    assert [text.format_bytes(n) for n in (500 << 20, 1023 << 20)] == ["500 MiB", "1023 MiB"]
+    assert [text.format_seconds(s) for s in (0, 4e-5, 9.9e-4, 0.00532, 0.3, 12.5, 720, 12_240, 181_440)] == [
         "0 ms",
         "40 µs",
         "1.0 ms",
@@ -287,7 +287,7 @@ def test_only_a_measurement_outside_of_the_plans_interval_is_colored(
 
 
 def ledger(run: Path, rank: int, *systems: dict[str, Any]) -> None:
-    file = rank_file(run, rank)
+    file = locate_rank_file(run, rank)
     file.parent.mkdir(exist_ok=True)
     lines = [
         {"launch": 1, "time": 2.0 + n, "step": n - 1, "started": 1.0, "seconds": {}, "system": system}

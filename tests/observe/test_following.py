@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from trainwright.engine.event_reader import part_of
+from trainwright.engine.event_reader import find_curve_part
 from trainwright.observe.following import Curves, RunFollower
-from trainwright.observe.reports.charts import curve_charts
+from trainwright.observe.reports.charts import build_curve_charts
 from trainwright.observe.reports.figures import RunFigures
 
 
@@ -106,7 +106,7 @@ def test_lost_steps_are_gaps_where_the_report_has_them(tmp_path: Path) -> None:
     add(tmp_path, start(), *({**step(n), "metrics": metrics[n]} for n in numbers))
     follower = RunFollower(tmp_path)
     follower.look()
-    follower = RunFollower.restored(tmp_path, follower.state())
+    follower = RunFollower.from_state(tmp_path, follower.state())
     expected = [1, 2, 3, None, 6, 7, 8, None, 20]
     assert follower.curves.points("loss", "step", 100)[0] == expected
     assert follower.metrics["each"].points("each", "step", 100)[1] == expected
@@ -114,9 +114,11 @@ def test_lost_steps_are_gaps_where_the_report_has_them(tmp_path: Path) -> None:
     assert [
         index for index, row in enumerate(zip(*follower.curves.points("loss", "step", 4), strict=True)) if not row[1]
     ]
-    rows = curve_charts([RunFigures.read(tmp_path)])[0]["data"]["values"]
+    rows = build_curve_charts([RunFigures.read(tmp_path)])[0]["data"]["values"]
     parts = {row["step"]: row["part"] for row in rows}
-    assert [part_of(follower.curves.breaks, number) for number in numbers] == [parts[number] for number in numbers]
+    assert [find_curve_part(follower.curves.breaks, number) for number in numbers] == [
+        parts[number] for number in numbers
+    ]
 
 
 def test_a_step_that_is_done_again_after_a_gap_closes_it(tmp_path: Path) -> None:

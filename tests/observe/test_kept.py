@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.machine.cache import cache_root
+from trainwright.machine.cache import find_cache_root
 from trainwright.observe import following
 from trainwright.observe.following import RunFollower
 
@@ -43,11 +43,11 @@ def facts(run: RunFollower) -> Any:
 
 
 def test_only_what_was_added_is_read_again(run: Path) -> None:
-    assert following.follower_of(run).unread() == 0
+    assert following.open_follower(run).count_unread_bytes() == 0
     fault = {"event": "fault", "time": 19.0, "step": 5}
     add(run, step(5, 9.0), fault, {**START, "resumed_from": 3, "time": 20.0})
-    again = following.follower_of(run)
-    assert 0 < again.unread() < 400
+    again = following.open_follower(run)
+    assert 0 < again.count_unread_bytes() < 400
     again.look()
     whole = RunFollower(run)
     whole.look()
@@ -58,7 +58,7 @@ def test_half_a_line_is_kept_until_its_rest_is_written(run: Path) -> None:
     line = json.dumps(step(5)) + "\n"
     with (run / "events.jsonl").open("a") as file:
         file.write(line[:30])
-    assert following.read_run(run).step == 4 and following.follower_of(run).half_written
+    assert following.read_run(run).step == 4 and following.open_follower(run).half_written
     with (run / "events.jsonl").open("a") as file:
         file.write(line[30:])
     assert following.read_run(run).step == 5
@@ -75,20 +75,20 @@ def test_another_file_is_read_whole(run: Path, change: str) -> None:
         file.write_text("".join(line + "\n" for line in text.splitlines()[:3]))
     else:
         file.write_text(text.replace('"loss": 1.0', '"loss": 3.0'))  # the same file and size
-    assert following.follower_of(run).read_bytes == 0
+    assert following.open_follower(run).read_bytes == 0
 
 
 def test_a_damaged_cache_is_left_aside(run: Path) -> None:
-    (file,) = (cache_root() / "events").iterdir()
+    (file,) = (find_cache_root() / "events").iterdir()
     whole = file.read_bytes()
     for damaged in (b"", b"\n", whole[:-8], whole[:40], whole.replace(b'"format": ', b'"format": 9')):
         file.write_bytes(damaged)
-        assert following.follower_of(run).read_bytes == 0
+        assert following.open_follower(run).read_bytes == 0
 
 
 def test_a_glance_has_the_beginning_and_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainwright.observe.following._GLANCE_BYTES", 300)
     add(tmp_path, START, *(step(number) for number in range(1, 100)), {"event": "finish", "time": 200.0, "step": 99})
-    found = RunFollower.glanced(tmp_path)
+    found = RunFollower.from_glance(tmp_path)
     assert (found.start, found.step, found.damaged, found.goodput) == (START, 99, 0, None)
     assert found.finish is not None

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.commands import wait_for
 from tests.support.runs import ON_ROWS, Runs
-from trainwright.observe.ledger import LedgerWriter, by_category, count_ends, rank_file, read_ledger
+from trainwright.observe.ledger import LedgerWriter, count_ends, locate_rank_file, read_ledger, sum_by_category
 from trainwright.utils.heartbeat import Heartbeat, Use
 
 
@@ -23,7 +23,7 @@ def line(launch: int, time: float, started: float, step: int = 1, **seconds: flo
 
 
 def written(run: Path, *lines: dict[str, Any] | str, rank: int = 0) -> Path:
-    file = rank_file(run, rank)
+    file = locate_rank_file(run, rank)
     file.parent.mkdir(parents=True, exist_ok=True)
     texts = [each if isinstance(each, str) else json.dumps(each) for each in lines]
     file.write_text("\n".join(texts) + "\n")
@@ -35,21 +35,21 @@ def test_time_in_collectives_is_exchange_as_far_as_no_other_rank_was_waited_for(
         **{Use("forward", False): 3.0, Use("forward", True): 0.5, Use("gradient norm", True): 1.5},
         **{Use("evaluation", True): 2.0, Use("loading", False): 4.0, Use("something new", False): 0.25},
     }
-    assert by_category(spent, behind=1.2) == pytest.approx(
+    assert sum_by_category(spent, behind=1.2) == pytest.approx(
         {
             **{"forward": 3.0, "exchange": 0.8, "waiting for ranks": 1.2, "evaluation": 2.0},
             **{"start: data and model": 4.0, "other": 0.25},
         }
     )
-    assert by_category(spent, behind=9.0)["waiting for ranks"] == 2.0
+    assert sum_by_category(spent, behind=9.0)["waiting for ranks"] == 2.0
 
 
 def test_what_a_checkpoint_has_taken_from_steps_is_its_time() -> None:
     spent = {Use("forward", False): 3.0, Use("backward", False): 6.0, Use("checkpoint", False): 0.5}
-    assert by_category(spent, behind=0.0, slowed=1.8) == pytest.approx(
+    assert sum_by_category(spent, behind=0.0, slowed=1.8) == pytest.approx(
         {"forward": 2.4, "backward": 4.8, "checkpoint": 2.3}
     )
-    assert by_category(spent, behind=0.0, slowed=-1.0) == pytest.approx(
+    assert sum_by_category(spent, behind=0.0, slowed=-1.0) == pytest.approx(
         {"forward": 3.0, "backward": 6.0, "checkpoint": 0.5}
     )
 
@@ -62,7 +62,7 @@ def test_what_a_checkpoint_has_taken_from_steps_is_its_time() -> None:
     ],
 )
 def test_phases_outside_of_steps_have_a_category(phase: str, category: str) -> None:
-    assert by_category({Use(phase, waiting=False): 5.0}, behind=0.0) == {category: 5.0}
+    assert sum_by_category({Use(phase, waiting=False): 5.0}, behind=0.0) == {category: 5.0}
 
 
 def test_the_launcher_counts_what_came_after_the_last_line_as_the_end(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_damaged_lines_are_left_out(tmp_path: Path) -> None:
 
 def test_a_writer_continues_the_file_of_an_earlier_launch_that_was_cut(tmp_path: Path) -> None:
     run = written(tmp_path, line(1, 110.0, 100.0, forward=10.0))
-    with rank_file(run, 0).open("a") as file:
+    with locate_rank_file(run, 0).open("a") as file:
         file.write('{"format": 1, "laun')
     own = Heartbeat(None)
     with LedgerWriter(run, 0, own):
@@ -225,7 +225,11 @@ def test_samples_are_of_whole_intervals(tmp_path: Path) -> None:
     """The first and the last line follow another one by milliseconds, of which cores and waiting say nothing."""
     counted = iter(range(1, 100))
     with LedgerWriter(tmp_path, 0, Heartbeat(None), lambda: {"cpu": next(counted)}):
-        wait_for(lambda: rank_file(tmp_path, 0).is_file() and rank_file(tmp_path, 0).read_text().count("\n") >= 2)
+        wait_for(
+            lambda: (
+                locate_rank_file(tmp_path, 0).is_file() and locate_rank_file(tmp_path, 0).read_text().count("\n") >= 2
+            )
+        )
     (ledger,) = read_ledger(tmp_path)
     first, *between, last = [each.system for each in ledger.lines]
     assert first == last == {} and between == [{"cpu": number + 1} for number in range(len(between))] and between

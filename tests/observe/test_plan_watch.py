@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.engine.event_reader import reasons_of
+from trainwright.engine.event_reader import explain_slow_steps
 from trainwright.engine.events import Event, Notice
 from trainwright.machine.usage import OwnProcess
 from trainwright.planning.plan_watch import PlanWatch, WatchedPlan
@@ -73,6 +73,6 @@ SLOW = {"step_time": 2.0, "tokens_per_second": 500.0, "steps": 20, "threads": 4,
 def test_a_slow_run_has_every_reason_that_was_measured_and_no_other(
     measured: dict[str, float], words: list[str]
 ) -> None:
-    found = list(reasons_of(PLAN["predicted"], {**SLOW, **measured}))
+    found = list(explain_slow_steps(PLAN["predicted"], {**SLOW, **measured}))
     assert len(found) == len(words) and all(part in line for part, line in zip(words, found, strict=True))
-    assert list(reasons_of(PLAN["predicted"], {**SLOW, **measured, "step_time": 1.2})) == []
+    assert list(explain_slow_steps(PLAN["predicted"], {**SLOW, **measured, "step_time": 1.2})) == []

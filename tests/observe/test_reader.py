@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainwright.engine.event_reader import read_events, resumed_step, status_of
+from trainwright.engine.event_reader import find_resumed_step, read_events, read_status
 
 AT = {"time": 1.0}
 
@@ -69,14 +69,14 @@ def test_run_killed_before_its_first_checkpoint_starts_over(tmp_path: Path) -> N
 def test_a_finished_run_that_was_made_longer_is_not_finished(tmp_path: Path) -> None:
     finish = {**AT, "event": "finish", "step": 3, "status": "finished"}
     ended = [start(), *steps(1, 3, 1), finish]
-    assert status_of(tmp_path) == "unfinished"
+    assert read_status(tmp_path) == "unfinished"
     for events, status in (
         (ended, "finished"),
         ([*ended, start(3), *steps(4, 5, 2)], "unfinished"),
         ([*ended, start(3), *steps(4, 5, 2), finish | {"step": 5, "status": "stopped"}], "stopped"),
     ):
         write(tmp_path / "events.jsonl", events)
-        assert status_of(tmp_path) == status
+        assert read_status(tmp_path) == status
 
 
 def test_numbers_that_json_lacks_come_back(tmp_path: Path) -> None:
@@ -89,4 +89,4 @@ def test_numbers_that_json_lacks_come_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("value", "step"), [(None, None), (0, 0), (40, 40), ("runs/x/checkpoints/step-00000040", 40)])
 def test_resumed_step(value: object, step: int | None) -> None:
-    assert resumed_step(start(value)) == step
+    assert find_resumed_step(start(value)) == step

@@ -23,7 +23,7 @@ from tests.support.doctor import driver
 from tests.support.runs import ON_ROWS, TINY, Runs, events
 from trainwright.errors import RequestError
 from trainwright.observe import trackers
-from trainwright.observe.trackers import TrackerObserver, Values, values_of
+from trainwright.observe.trackers import TrackerObserver, Values, extract_values
 from trainwright.recipe import observer_spec
 
 START = {"event": "start", "time": 1.0, "resumed_from": None}
@@ -127,7 +127,7 @@ def _trained(runs: Runs, *overrides: str, **variables: str) -> Path:
 
 def _figures(run: Path) -> dict[tuple[int, str], float]:
     found = [event for kind in ("step", "evaluate") for event in events(run, kind)]
-    return {(event["step"], name): value for event in found for name, value in values_of(event).items()}
+    return {(event["step"], name): value for event in found for name, value in extract_values(event).items()}
 
 
 def _no_secrets(run: Path, secret: str) -> None:

@@ -39,7 +39,7 @@ def exported_model_is_the_trained_one(cases: list[list[str]], directory: str) ->
         dtype = DTYPES[str(recipe.train.mixed_precision)]
         plain = AutoModelForCausalLM.from_pretrained(Path(directory, str(number)), dtype=dtype).eval()
         tokens = torch.tensor(TOKENS)
-        with strategy.full_parameters() as (module, _), module.for_generation() as model, torch.no_grad():
+        with strategy.full_parameters() as (module, _), module.open_for_generation() as model, torch.no_grad():
             torch.testing.assert_close(model(tokens).logits, plain(tokens).logits, rtol=1e-6, atol=1e-6)
     leave()
 
@@ -59,7 +59,7 @@ def offloaded_gradients_are_awaited(strategy: str) -> None:
     """The norm is that of the gradients, also if their copies to the host are done late."""
     world = join("cpu")
     _, task, spread = built(world, [f"parallel.strategy={strategy}", "parallel.offload_optimizer=true"])
-    micro = task.stream.global_batch(0).for_rank(world.rank, world.size)[0]
+    micro = task.stream.global_batch(0).select_for_rank(world.rank, world.size)[0]
     spread.backward(task.loss(spread.module, micro, world.device).total, last=True)
     norm = spread.gradient_norm()
     optimizer = spread.module.optimizer
@@ -80,7 +80,7 @@ def the_head_is_gathered_once(strategy: str) -> None:
             "train.mixed_precision=no",
         ]
         _, task, spread = built(world, [*overrides, "model.config.vocab_size=311", "train.micro_batch_size=2"])
-        micro = task.stream.global_batch(0).for_rank(world.rank, world.size)[0]
+        micro = task.stream.global_batch(0).select_for_rank(world.rank, world.size)[0]
         found = []
         # The first passes are those in which DeepSpeed sees what is used when. One chunk, and one for eight targets.
         for chunk_bytes in (2**30, 2**30, 2**30, 4 * 311 * 8):

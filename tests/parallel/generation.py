@@ -43,7 +43,7 @@ def same_texts_without_room(cases: list[list[str]]) -> None:
 def step(task: Task, strategy: Strategy) -> float:
     world = strategy.world
     strategy.module.train()
-    share = task.stream.global_batch(0).for_rank(world.rank, world.size)
+    share = task.stream.global_batch(0).select_for_rank(world.rank, world.size)
     for position, micro in enumerate(share, 1):
         torch.manual_seed(micro.index)
         strategy.backward(task.loss(strategy.module, micro, world.device).total / 100, last=position == len(share))
@@ -54,7 +54,7 @@ def step(task: Task, strategy: Strategy) -> float:
 
 def holds_little_between_passes(strategy: Strategy) -> None:
     """Where there is no room, a block is whole while it runs only."""
-    with strategy.full_parameters(0) as (module, reason), module.for_generation() as model:
+    with strategy.full_parameters(0) as (module, reason), module.open_for_generation() as model:
         assert reason is not None
         for _ in range(2):
             model(torch.ones(1, 4, dtype=torch.long, device=strategy.world.device), use_cache=False)

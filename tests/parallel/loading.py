@@ -11,7 +11,7 @@ import torch
 from tests.support.runs import TINY
 from tests.support.training import built
 from trainwright.models.load import load_model
-from trainwright.models.truncate_config import parameter_count
+from trainwright.models.truncate_config import count_parameters
 from trainwright.parallel.world import join, leave
 from trainwright.recipe.loading import load_recipe
 from trainwright.run.process import keep_freed_memory
@@ -52,7 +52,7 @@ def peak(overrides: list[str], output: str) -> None:
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is what is in use now
     _, task, strategy = built(world, overrides)
-    share = (resident("VmHWM") - before) / (4 * parameter_count(task.module.model.config))
+    share = (resident("VmHWM") - before) / (4 * count_parameters(task.module.model.config))
     Path(output, f"{world.rank}.json").write_text(json.dumps(share))
     assert strategy.layout().held, "it is there"
     leave()

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.parallel.odd_models import RATE, strategy_over
-from trainwright.engine.optimizer import optimizer_factory
+from trainwright.engine.optimizer import build_optimizer_factory
 from trainwright.parallel import matrix_exchange
-from trainwright.parallel.matrix_owners import assign, operations, stacks
+from trainwright.parallel.matrix_owners import assign_matrices, count_operations, group_into_stacks
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import join, leave
 from trainwright.recipe.schema import OptimizerSection
@@ -62,7 +62,7 @@ def alone() -> tuple[nn.Module, dict[str, torch.Tensor], int]:
     """The parameters and momenta after all steps of the optimizer without a strategy, and its FLOPs in a step."""
     model = Blocks()
     section = OptimizerSection(name="muon", learning_rate=RATE)
-    optimizer = optimizer_factory(section)(model.named_parameters())
+    optimizer = build_optimizer_factory(section)(model.named_parameters())
     counted = 0
     for step in range(STEPS):
         for parameter, gradient in zip(model.parameters(), gradients_of(step, model), strict=True):
@@ -85,10 +85,10 @@ def update_as_one(cases: list[tuple[str, dict[str, Any]]], as_on_gpus: bool = Fa
     """
     world = join("cpu")
     if as_on_gpus:
-        matrix_exchange.assign = partial(_as_on_gpus, assign)  # type: ignore[attr-defined]
-        matrix_exchange.stacks = partial(_as_on_gpus, stacks)  # type: ignore[attr-defined]
+        matrix_exchange.assign_matrices = partial(_as_on_gpus, assign_matrices)  # type: ignore[attr-defined]
+        matrix_exchange.group_into_stacks = partial(_as_on_gpus, group_into_stacks)  # type: ignore[attr-defined]
     expected, momenta, whole = alone()
-    assert whole == 2 * sum(operations(*shape) for shape in SHAPES)
+    assert whole == 2 * sum(count_operations(*shape) for shape in SHAPES)
     for name, settings in cases:
         print(name, settings, file=sys.stderr)
         model = Blocks()
@@ -128,7 +128,7 @@ def _check(strategy: Strategy, expected: nn.Module, momenta: dict[str, torch.Ten
 def _planned(ranks: int, as_on_gpus: bool) -> list[float]:
     shapes = (*SHAPES, *SHAPES)
     shares = [0.0] * ranks
-    for one in assign(shapes, ranks, on_gpu=as_on_gpus):
+    for one in assign_matrices(shapes, ranks, on_gpu=as_on_gpus):
         for rank, owned in enumerate(one):
-            shares[rank] += sum(operations(*shapes[index]) for index in owned)
+            shares[rank] += sum(count_operations(*shapes[index]) for index in owned)
     return shares

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
-from trainwright.engine.optimizer import optimizer_factory
+from trainwright.engine.optimizer import build_optimizer_factory
 from trainwright.errors import RequestError
 from trainwright.models.recompute import save_activation_memory
 from trainwright.parallel.strategy import Strategy, StrategyConfig, build_strategy
@@ -100,7 +100,7 @@ def plain(model: Odd, muon: bool = False) -> tuple[list[float], dict[str, torch.
     trainable = [p for _, p in named]
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(trainable, lr=RATE, weight_decay=0.0)
     if muon:
-        optimizer = optimizer_factory(_section(muon))(named)
+        optimizer = build_optimizer_factory(_section(muon))(named)
     for step in range(STEPS):
         optimizer.zero_grad()
         sum(model(tokens, step) for tokens in batch(step)).backward()
@@ -120,7 +120,7 @@ def _section(muon: bool) -> OptimizerSection:
 
 def strategy_over(world: World, model: nn.Module, strategy: str, muon: bool = False, **parallel: Any) -> Strategy:
     section = ParallelSection.model_validate({"strategy": strategy, "num_processes": world.size, **parallel})
-    make = optimizer_factory(_section(muon))
+    make = build_optimizer_factory(_section(muon))
     return build_strategy(
         StrategyConfig(section, world, model, make, torch.float32, list(getattr(model, "layers", [])))
     )
@@ -186,7 +186,7 @@ def continue_from_checkpoints(names: list[str], directory: str, read: bool) -> N
         checkpoints = Checkpoints(Path(directory, name), keep_last=1, keep_best=False)
         if read:
             strategy.module(batch(0)[0], 0)  # what it gathers here is not what is trained
-            with Checkpoint.open(checkpoints.path(2)).reader() as reader:
+            with Checkpoint.open(checkpoints.path(2)).open_reader() as reader:
                 strategy.load_state(reader)
             advance(strategy, range(2, STEPS))
             check_end(strategy, plain(build(name))[1])

@@ -15,7 +15,7 @@ from torch import nn
 from tests.support.runs import ON_ROWS, TINY, Runs, difference
 from tests.support.slow import slow_but
 from tests.support.training import Case, train
-from trainwright.engine.optimizer import optimizer_factory
+from trainwright.engine.optimizer import build_optimizer_factory
 from trainwright.errors import RequestError
 from trainwright.parallel.bf16_weights import Bf16Part, Bf16Weights, round_stochastically
 from trainwright.parallel.strategy import StrategyConfig, build_strategy
@@ -99,7 +99,7 @@ class Net(nn.Module):
 def net_strategy(strategy: str, world: World, name: str = "adamw", **settings: Any) -> Any:
     section = OptimizerSection.model_validate({"name": name, "weight_decay": 0.1, **settings})
     parallel = ParallelSection.model_validate({"strategy": strategy})
-    module, make = Net(), optimizer_factory(section)
+    module, make = Net(), build_optimizer_factory(section)
     return build_strategy(
         StrategyConfig(parallel, world, module, make, torch.bfloat16, [module.up], rounding_seed=SEED)
     )
@@ -152,7 +152,7 @@ def test_a_step_is_that_of_the_optimizer_in_fp32_rounded(name: str) -> None:
         if parameter.requires_grad:
             masters[key].grad = torch.zeros(parameter.shape) if parameter.grad is None else parameter.grad.float()
     section = OptimizerSection.model_validate({"name": name, "weight_decay": 0.1, "learning_rate": 1e-2})
-    optimizer_factory(section)(masters.items()).step()
+    build_optimizer_factory(section)(masters.items()).step()
     strategy.bf16_weights.step = 1
     strategy.step(1e-2, 1.0)
     for key, tensor in strategy.parameters(frozen=False):
@@ -165,7 +165,7 @@ def test_weights_follow_rates_at_which_the_nearest_number_is_always_the_old_one(
     rate, steps, count = 2e-5, 400, 4096
     module = nn.Linear(count, 1, bias=False)
     nn.init.ones_(module.weight)
-    make = optimizer_factory(OptimizerSection())
+    make = build_optimizer_factory(OptimizerSection())
     strategy: Any = build_strategy(
         StrategyConfig(ParallelSection(strategy="single"), ALONE, module, make, torch.bfloat16, rounding_seed=SEED)
     )

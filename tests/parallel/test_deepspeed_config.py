@@ -17,7 +17,7 @@ from tests.support.runs import ON_ROWS, TINY, Runs, column, difference
 from tests.support.training import Case, train
 from trainwright.errors import MachineError, RequestError
 from trainwright.models.quantization import NF4, QuantizedLinear
-from trainwright.parallel.zero.deepspeed_config import DEFAULTS, read_file, settings
+from trainwright.parallel.zero.deepspeed_config import DEFAULTS, build_settings, read_file
 from trainwright.parallel.zero.deepspeed_config import check_file as check
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import RecipeSchema
@@ -265,14 +265,14 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: str, words
 def test_sizes_follow_from_the_model_and_a_file_overrides_them(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(64, 32), nn.LayerNorm(32))
     parallel = recipe(tmp_path, OFFLOADED, *OFFLOADING).parallel
-    zero = settings(parallel, torch.bfloat16, module)["zero_optimization"]
+    zero = build_settings(parallel, torch.bfloat16, module)["zero_optimization"]
     assert zero["stage"] == 3
     assert zero["stage3_param_persistence_threshold"] == 32
     assert zero["reduce_bucket_size"] == sum(p.numel() for p in module.parameters())
     assert zero["offload_optimizer"] == zero["offload_param"] == {"device": "cpu", "pin_memory": True}
     assert zero["overlap_comm"] is True
     small = recipe(tmp_path, {"zero_optimization": {"reduce_bucket_size": 100}}).parallel
-    config = settings(small, torch.float32, module)
+    config = build_settings(small, torch.float32, module)
     assert config["zero_optimization"]["reduce_bucket_size"] == 100
     assert config["gradient_clipping"] == 0.0
 
@@ -283,7 +283,7 @@ def test_the_bits_of_a_quantized_matrix_are_cut_and_counted_as_what_they_become(
 ) -> None:
     """Its bits are flat, as a vector is, which stays whole on every rank."""
     module = nn.Sequential(QuantizedLinear(torch.randn(64, 128), None, NF4), nn.LayerNorm(32))
-    zero = settings(recipe(tmp_path, OFFLOADED, *OFFLOADING).parallel, dtype, module)["zero_optimization"]
+    zero = build_settings(recipe(tmp_path, OFFLOADED, *OFFLOADING).parallel, dtype, module)["zero_optimization"]
     assert zero["stage3_param_persistence_threshold"] == 32
     assert zero["reduce_bucket_size"] == 64 * 128 // 2 // width + 2 * 32
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.runs import Runs
-from trainwright.parallel.matrix_owners import assign, operations, rows_of, stacks
+from trainwright.parallel.matrix_owners import assign_matrices, count_operations, count_rows, group_into_stacks
 
 FSDP: tuple[str, dict[str, Any]] = ("fsdp", {})
 DDP: tuple[str, dict[str, Any]] = ("ddp", {})
@@ -41,14 +41,14 @@ def test_updates_of_matrices_together_are_those_of_each(
 def test_small_matrices_are_updated_together_on_gpus() -> None:
     """Of SmolLM2-135M: all of a rank in one round, in a stack of each shape."""
     shapes = 30 * ((576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536))
-    (only,) = assign(shapes, 8, on_gpu=True)
+    (only,) = assign_matrices(shapes, 8, on_gpu=True)
     for owned in only:
         mine = [shapes[index] for index in owned]
-        together = stacks(mine, on_gpu=True)
+        together = group_into_stacks(mine, on_gpu=True)
         assert len(together) == len(set(mine)) <= 4
         assert sorted(index for indices in together for index in indices) == list(range(len(owned)))
-    assert stacks(shapes[:3], on_gpu=False) == [[0], [1], [2]]
-    assert stacks(((2**13, 2**11),) * 3, on_gpu=True) == [[0, 1], [2]]
+    assert group_into_stacks(shapes[:3], on_gpu=False) == [[0], [1], [2]]
+    assert group_into_stacks(((2**13, 2**11),) * 3, on_gpu=True) == [[0, 1], [2]]
 
 
 # Of Llama-3.1-8B.
@@ -59,9 +59,9 @@ _BLOCK = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096),
 def test_a_real_architecture_is_divided_evenly(ranks: int, longest: float) -> None:
     """Time and memory: no round waits long for its slowest rank, and no rank has more than the largest matrix in it."""
     shapes = 32 * _BLOCK
-    rounds = assign(shapes, ranks, on_gpu=False)
+    rounds = assign_matrices(shapes, ranks, on_gpu=False)
     assert sorted(index for one in rounds for owned in one for index in owned) == list(range(len(shapes)))
-    costs = [operations(*shape) for shape in shapes]
+    costs = [count_operations(*shape) for shape in shapes]
     slowest = sum(max(sum(costs[index] for index in owned) for owned in by_rank) for by_rank in rounds)
     assert slowest <= longest * sum(costs) / ranks
     most = max(rows * columns for rows, columns in shapes)
@@ -72,10 +72,10 @@ def test_a_real_architecture_is_divided_evenly(ranks: int, longest: float) -> No
 
 def test_more_ranks_than_matrices_take_one_each_and_one_rank_takes_one_at_a_time() -> None:
     shapes = ((8, 8), (4, 8), (2, 8))
-    (only,) = assign(shapes, 5, on_gpu=False)
+    (only,) = assign_matrices(shapes, 5, on_gpu=False)
     assert only == ((0,), (1,), (2,), (), ())
-    assert assign(shapes, 1, on_gpu=False) == (((0,),), ((1,),), ((2,),))
-    assert assign((), 3, on_gpu=False) == ()
+    assert assign_matrices(shapes, 1, on_gpu=False) == (((0,),), ((1,),), ((2,),))
+    assert assign_matrices((), 3, on_gpu=False) == ()
 
 
 @pytest.mark.parametrize(("rows", "ranks"), [(8, 2), (7, 3), (2, 4), (1, 1), (10, 4)])
@@ -84,4 +84,4 @@ def test_rows_are_those_that_torch_gives_each_rank(rows: int, ranks: int) -> Non
 
     parts = [len(part) for part in torch.zeros(rows, 1).chunk(ranks)]
     parts += [0] * (ranks - len(parts))
-    assert [rows_of(rows, ranks, rank) for rank in range(ranks)] == parts
+    assert [count_rows(rows, ranks, rank) for rank in range(ranks)] == parts

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.fake_gpu import in_process
-from trainwright.parallel.strategy import squared_norm
+from trainwright.parallel.strategy import compute_squared_norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -12,16 +12,16 @@ from trainwright.parallel.strategy import squared_norm
 def test_the_norm_of_any_size_is_right_to_fp32s_digits(dtype: torch.dtype, size: int) -> None:
     tensor = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
     exact = tensor.double().square().sum()
-    assert squared_norm([tensor]).item() == pytest.approx(exact.item(), rel=2e-7)
+    assert compute_squared_norm([tensor]).item() == pytest.approx(exact.item(), rel=2e-7)
 
 
 def test_all_together_are_the_sum_of_each() -> None:
     torch.manual_seed(0)
     tensors = [torch.randn(size) for size in (3, 100_000, 200_000, 2**18, 600_000, 1)]
     tensors += [torch.randn(7, 5).bfloat16(), torch.randn(())]
-    wanted = sum(float(squared_norm([tensor])) for tensor in tensors)
-    assert float(squared_norm(tensors)) == pytest.approx(wanted, rel=1e-7)
-    assert float(squared_norm([])) == 0
+    wanted = sum(float(compute_squared_norm([tensor])) for tensor in tensors)
+    assert float(compute_squared_norm(tensors)) == pytest.approx(wanted, rel=1e-7)
+    assert float(compute_squared_norm([])) == 0
 
 
 @pytest.mark.slow

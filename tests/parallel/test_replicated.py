@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.operations import Operations
 from tests.support.runs import Runs
-from trainwright.engine.optimizer import optimizer_factory
+from trainwright.engine.optimizer import build_optimizer_factory
 from trainwright.parallel.replicated.replicated import Replicated
 from trainwright.parallel.strategy import StrategyConfig
 from trainwright.parallel.world import World, join, leave
@@ -100,7 +100,7 @@ def by_hand(module: nn.Module, steps: range, limit: float = 0.5) -> list[float]:
 
 def make(module: nn.Module, world: World = ALONE, dtype: torch.dtype = torch.float32, **settings: Any) -> Replicated:
     parallel = ParallelSection(strategy="single")
-    return Replicated(StrategyConfig(parallel, world, module, optimizer_factory(section(**settings)), dtype))
+    return Replicated(StrategyConfig(parallel, world, module, build_optimizer_factory(section(**settings)), dtype))
 
 
 def reached(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -121,7 +121,7 @@ def test_only_matrices_are_decayed() -> None:
     module = net()
     with torch.no_grad():
         module.norm.weight.fill_(2.0)
-    optimizer = optimizer_factory(section())((n, p) for n, p in module.named_parameters() if p.requires_grad)
+    optimizer = build_optimizer_factory(section())((n, p) for n, p in module.named_parameters() if p.requires_grad)
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert {n: decay[id(p)] for n, p in module.named_parameters() if p.requires_grad} == {
         "embed.weight": 0.1,
@@ -254,7 +254,7 @@ def bf16_step(device: str, layers: int) -> Replicated:
         module.register_parameter(f"weight_{number}", nn.Parameter(weight))
     module.to = lambda *_: module  # type: ignore[method-assign]  # tensors without data cannot be moved
     world = World(0, 1, 0, 1, torch.device(device))
-    make = optimizer_factory(section())
+    make = build_optimizer_factory(section())
     strategy = Replicated(StrategyConfig(ParallelSection(strategy="single"), world, module, make, torch.bfloat16))
     for number, parameter in enumerate(module.parameters()):
         generator = torch.Generator().manual_seed(100 + number)

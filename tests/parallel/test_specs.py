@@ -14,10 +14,10 @@ import pytest
 
 import trainwright
 from trainwright.parallel.strategy import Strategy
-from trainwright.planning.memory.strategies import StrategyMemory, memory_model
+from trainwright.planning.memory.strategies import StrategyMemory, load_memory_model
 from trainwright.recipe.registries import STRATEGIES
 from trainwright.recipe.sections.parallel import ParallelSection
-from trainwright.recipe.strategy_spec import all_specs, spec_of
+from trainwright.recipe.strategy_spec import load_strategies, look_up_strategy
 
 SOURCES = Path(trainwright.__file__).parent
 FAMILY = re.compile(r"zero")  # what the names of several begin with
@@ -80,7 +80,7 @@ def test_special_cases_are_found(source: str, count: int) -> None:
 
 
 def test_no_special_case_of_a_strategy_is_outside_its_folder() -> None:
-    own = {"/".join(spec.implementation.split(":")[0].split(".")[1:-1]) for spec in all_specs().values()}
+    own = {"/".join(spec.implementation.split(":")[0].split(".")[1:-1]) for spec in load_strategies().values()}
     assert own == {"parallel/replicated", "parallel/fsdp", "parallel/zero"}
     found, names = [], _names()
     for file in sorted(SOURCES.rglob("*.py")):
@@ -98,8 +98,8 @@ def _names() -> set[str]:
 
 def test_the_specs_import_no_torch() -> None:
     code = (
-        "from trainwright.recipe.strategy_spec import all_specs; all_specs();"
-        "from trainwright.planning.memory.strategies import memory_model; memory_model('zero3');"
+        "from trainwright.recipe.strategy_spec import load_strategies; load_strategies();"
+        "from trainwright.planning.memory.strategies import load_memory_model; load_memory_model('zero3');"
         "import sys; print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
@@ -107,10 +107,10 @@ def test_the_specs_import_no_torch() -> None:
 
 @pytest.mark.parametrize("name", STRATEGIES.names())
 def test_every_spec_names_code_and_keys_that_exist(name: str) -> None:
-    spec = spec_of(name)
+    spec = look_up_strategy(name)
     module, _, attribute = spec.implementation.partition(":")
     implementation = getattr(importlib.import_module(module), attribute)
     methods = [one for one, member in vars(Strategy).items() if callable(member) and not one.startswith("_")]
     assert methods and not [one for one in methods if not callable(getattr(implementation, one, None))]
-    assert issubclass(memory_model(name), StrategyMemory)
+    assert issubclass(load_memory_model(name), StrategyMemory)
     assert {*spec.keys, *(key for layout in spec.layouts for key in layout)} <= set(ParallelSection.model_fields)

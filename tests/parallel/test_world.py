@@ -27,21 +27,21 @@ from tests.support.runs import ON_ROWS, TINY, Runs
 from tests.support.training import built, trainer_of
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.checkpoints.checkpointing import Checkpointing
-from trainwright.engine.checkpoints.export import export, gathered
+from trainwright.engine.checkpoints.export import export, gather_parameters
 from trainwright.engine.checkpoints.manifest import remove
-from trainwright.inference.answering import batches_of
+from trainwright.inference.answering import split_into_batches
 from trainwright.machine.detect import detect
-from trainwright.parallel.fsdp.fully_sharded import _mesh
+from trainwright.parallel.fsdp.fully_sharded import _build_mesh
 from trainwright.parallel.layout import Shard
-from trainwright.parallel.world import backends, join, leave, report_collectives
-from trainwright.parallel.zero.partitions import ParameterPiece, chunks, row_blocks
+from trainwright.parallel.world import choose_backends, join, leave, report_collectives
+from trainwright.parallel.zero.partitions import ParameterPiece, build_row_blocks, split_into_chunks
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.run import run_directory
 from trainwright.run.resolve import resolve
 from trainwright.run.run_worker import Worker, run_worker
 from trainwright.utils import heartbeat
-from trainwright.utils.heartbeat import heartbeat_file, read
+from trainwright.utils.heartbeat import build_heartbeat_path, read
 
 HERE = "tests.parallel.test_world:"
 
@@ -54,7 +54,7 @@ def report_groups(directory: str) -> None:
     first, both = dist.new_group([0]), dist.new_group([0, 1])
 
     def seen() -> tuple[int, int]:
-        beat = read(heartbeat_file(Path(directory), rank))
+        beat = read(build_heartbeat_path(Path(directory), rank))
         assert beat is not None
         return beat.entered, beat.marks
 
@@ -76,12 +76,12 @@ def test_only_collectives_of_all_ranks_are_numbered_however_their_group_is_given
 
 def exchange_masters_on_hosts() -> None:
     # A group as for GPUs, but without NCCL, which CPU builds of torch do not have.
-    dist.init_process_group(backends(torch.device("cuda", 0)).replace("nccl", "fake"))
+    dist.init_process_group(choose_backends(torch.device("cuda", 0)).replace("nccl", "fake"))
     rank, size, shape = dist.get_rank(), dist.get_world_size(), (7, 5)
-    whole, ranges = torch.arange(35.0), chunks(35, size)
+    whole, ranges = torch.arange(35.0), split_into_chunks(35, size)
     begin, end = ranges[rank]
     piece = ParameterPiece(shape, ranges, begin, end - begin, group=0, position=0)
-    shard = row_blocks({"w": (piece, whole[begin:end])}, rank, size)["w"]
+    shard = build_row_blocks({"w": (piece, whole[begin:end])}, rank, size)["w"]
     rows = slice(shard.offset[0], shard.offset[0] + len(shard.local))
     assert torch.equal(shard.local, whole.view(shape)[rows])
     leave()
@@ -92,7 +92,7 @@ def test_offloaded_optimizer_states_are_exchanged_between_hosts(runs: Runs) -> N
 
 
 def test_tensors_on_gpus_are_exchanged_by_nccl() -> None:
-    config = dist.BackendConfig(dist.Backend(backends(torch.device("cuda", 0))))
+    config = dist.BackendConfig(dist.Backend(choose_backends(torch.device("cuda", 0))))
     assert config.get_device_backend_map() == {"cpu": "gloo", "cuda": "nccl"}
 
 
@@ -164,7 +164,7 @@ def test_ranks_wait_longer_than_collectives_for_a_slow_disk(runs: Runs, tmp_path
 def make_hybrid_groups() -> None:
     timeout = timedelta(minutes=7)
     world = join("cpu", timeout=timeout)
-    mesh = _mesh(world, 2)
+    mesh = _build_mesh(world, 2)
     assert mesh.shape == (2, 2) and mesh.mesh.tolist() == [[0, 1], [2, 3]]
     for name, ranks in (("shard", [[0, 1], [2, 3]]), ("replicate", [[0, 2], [1, 3]])):
         group: Any = mesh.get_group(name)
@@ -207,7 +207,7 @@ def batch_with_unequal_memory(directory: str) -> None:
     model = AutoModelForCausalLM.from_config(config)
     memories = world.gather(detect().usable_bytes)
     assert memories[0] < memories[1]
-    batches = batches_of(model, [400] * 16, world)
+    batches = split_into_batches(model, [400] * 16, world)
     assert len(batches) > 1
     assert world.gather(batches) == [batches, batches]
     leave()
@@ -221,7 +221,7 @@ def fail_in_a_group(directory: str) -> None:
     run = Path(directory, "run")
     fixed = [ON_ROWS, "parallel.strategy=fsdp", "parallel.num_processes=1", "logging.observers.tensorboard=false"]
     run.mkdir()
-    text = run_directory.recipe_text(resolve(load_recipe(TINY, fixed), detect()).recipe)
+    text = run_directory.format_recipe(resolve(load_recipe(TINY, fixed), detect()).recipe)
     run_directory.record(run, text, "tiny", [])
 
     def observers(recipe: RecipeSchema) -> list[Any]:
@@ -259,7 +259,7 @@ def compare_adapters() -> None:
             parameters=lambda frozen: iter([("w", torch.empty(4, 3, device="cuda"))]),
         )
         different: list[str] = []
-        assert [name for name, _ in gathered(strategy, different)] == ["w"]
+        assert [name for name, _ in gather_parameters(strategy, different)] == ["w"]
     assert compared.devices == [{"cpu"}]
     assert not different
 

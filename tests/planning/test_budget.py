@@ -9,9 +9,9 @@ import pytest
 from tests.support.runs import ROOT
 from trainwright.errors import RequestError
 from trainwright.machine.describe import parse_machine
-from trainwright.planning.facts import facts_of
-from trainwright.planning.plan import RunPlan, constraints_of, make_plan
-from trainwright.planning.requests import budget_words, tokens_of, with_budget
+from trainwright.planning.facts import build_facts
+from trainwright.planning.plan import RunPlan, build_constraints, make_plan
+from trainwright.planning.requests import describe_budget, parse_token_budget, set_budget
 from trainwright.recipe.loading import load_recipe
 
 RECIPES = ROOT / "recipes" / "pretrain"
@@ -19,27 +19,27 @@ RECIPES = ROOT / "recipes" / "pretrain"
 
 def planned(name: str, machine: str, tokens: str | None = None, *overrides: str) -> RunPlan:
     recipe = load_recipe(RECIPES / f"{name}.yaml", overrides)
-    workload = facts_of(recipe).workload
+    workload = build_facts(recipe).workload
     if tokens is not None:
-        workload = with_budget(workload, tokens_of(tokens, workload))
-    return make_plan(constraints_of(recipe), workload, parse_machine(machine))
+        workload = set_budget(workload, parse_token_budget(tokens, workload))
+    return make_plan(build_constraints(recipe), workload, parse_machine(machine))
 
 
 def test_a_budget_is_a_number_or_so_many_tokens_a_parameter() -> None:
-    workload = facts_of(load_recipe(RECIPES / "llama-8b.yaml")).workload
-    assert tokens_of("300B", workload) == 300e9
-    assert tokens_of("1.5t", workload) == 1.5e12
-    assert tokens_of("20x", workload) == tokens_of("20X", workload) == 20 * 8_030_261_248
+    workload = build_facts(load_recipe(RECIPES / "llama-8b.yaml")).workload
+    assert parse_token_budget("300B", workload) == 300e9
+    assert parse_token_budget("1.5t", workload) == 1.5e12
+    assert parse_token_budget("20x", workload) == parse_token_budget("20X", workload) == 20 * 8_030_261_248
     for wrong in ("0", "0x", "many", "-3B", "20 x"):
         with pytest.raises(RequestError, match="--tokens"):
-            tokens_of(wrong, workload)
+            parse_token_budget(wrong, workload)
 
 
 @pytest.mark.slow
 def test_time_and_money_follow_from_the_speed() -> None:
     plan = planned("llama-8b", "8xH100", "20x")
     assert plan.chosen.time is not None
-    said = "\n".join(budget_words(plan, 20 * 8_030_261_248, price=2.0))
+    said = "\n".join(describe_budget(plan, 20 * 8_030_261_248, price=2.0))
     hours = 20 * 8_030_261_248 / plan.chosen.time.tokens_per_second / 3600
     found = re.search(r"([\d,.e+]+) GPU hours, ([\d,.]+) at 2 an hour", said)
     assert found is not None

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from trainwright.machine.describe import Cluster, cluster_of, parse_machine
+from trainwright.machine.describe import Cluster, build_cluster, parse_machine
 from trainwright.machine.machine import Machine
 from trainwright.planning.candidates import Constraints
-from trainwright.planning.errors import Errors, Interval, classes_of, errors_of, interval_of
-from trainwright.planning.output import summary, table, words
+from trainwright.planning.errors import Errors, Interval, estimate_interval, list_kinds, look_up_errors
+from trainwright.planning.output import describe_plan, format_candidates, summarize_plan
 from trainwright.planning.plan import RunPlan, make_plan
 from trainwright.planning.trace import tracing
 from trainwright.planning.trace.catalog import find_model
@@ -43,7 +43,7 @@ def with_memory(size: float) -> Cluster:
 
 def test_nine_of_ten_other_runs_lie_in_an_interval() -> None:
     """Of many runs whatever their errors are, of few if these are normal; and what was predicted is in it."""
-    found = interval_of(1.01**step for step in range(-19, 20))
+    found = estimate_interval(1.01**step for step in range(-19, 20))
     assert found is not None
     assert (math.log(found.low, 1.01), math.log(found.high, 1.01)) == (pytest.approx(-18), pytest.approx(18))
     chance = random.Random(0)
@@ -51,11 +51,11 @@ def test_nine_of_ten_other_runs_lie_in_an_interval() -> None:
         inside = 0
         for _ in range(2000):
             *known, other = (math.exp(chance.gauss(0.02, 0.1)) for _ in range(runs + 1))
-            interval = interval_of(known)
+            interval = estimate_interval(known)
             assert interval is not None and interval.low <= 1 <= interval.high
             inside += interval.low <= other <= interval.high
         assert 0.88 <= inside / 2000 <= 0.93, runs
-    assert interval_of([1.0] * 3) is None
+    assert estimate_interval([1.0] * 3) is None
 
 
 def test_a_plan_says_that_activations_are_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,26 +77,26 @@ def test_a_plan_says_that_activations_are_a_bound(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.slow
 def test_a_run_is_of_all_kinds_that_it_is_of() -> None:
-    lora = replace(SMALL, model=SMALL.model.adapted(AdapterSection(type="lora", rank=8)))
-    qlora = replace(SMALL, model=SMALL.model.adapted(AdapterSection(type="lora", rank=8, quantization="nf4")))
+    lora = replace(SMALL, model=SMALL.model.add_adapter(AdapterSection(type="lora", rank=8)))
+    qlora = replace(SMALL, model=SMALL.model.add_adapter(AdapterSection(type="lora", rank=8, quantization="nf4")))
     nodes = parse_machine("2x8xH100")
     spread = replace(ONE, strategy="fsdp", num_processes=16, gradient_accumulation_steps=1, offload_parameters=True)
-    assert classes_of(SMALL, ONE, H100) == ("dense",)
-    assert classes_of(lora, ONE, H100) == ("LoRA",)
-    assert classes_of(qlora, spread, nodes) == ("QLoRA", "offload", "several nodes")
-    assert classes_of(replace(SMALL, row_tokens=32_768), ONE, parse_machine("1xMI300X")) == (
+    assert list_kinds(SMALL, ONE, H100) == ("dense",)
+    assert list_kinds(lora, ONE, H100) == ("LoRA",)
+    assert list_kinds(qlora, spread, nodes) == ("QLoRA", "offload", "several nodes")
+    assert list_kinds(replace(SMALL, row_tokens=32_768), ONE, parse_machine("1xMI300X")) == (
         "dense",
         "long context",
         "other vendors",
     )
     machine = Machine("here", "a CPU", 2, 2**34, (), memory_free_bytes=2**34)
-    assert classes_of(lora, ONE, cluster_of(machine)) == ("CPU",)
+    assert list_kinds(lora, ONE, build_cluster(machine)) == ("CPU",)
 
 
 def test_of_several_kinds_the_wider_counts() -> None:
     nodes = parse_machine("2x8xH100")
     spread = replace(ONE, strategy="fsdp", num_processes=16, gradient_accumulation_steps=1)
-    whole, alone = errors_of(SMALL, spread, nodes), errors_of(SMALL, ONE, H100)
+    whole, alone = look_up_errors(SMALL, spread, nodes), look_up_errors(SMALL, ONE, H100)
     assert whole.speed.low <= alone.speed.low and whole.speed.high >= alone.speed.high
 
 
@@ -124,8 +124,8 @@ def test_what_is_close_is_taken_only_where_nothing_fits_for_sure() -> None:
     least = planned(H100, strategy="single", micro_batch_size=1, activation_checkpointing="full").chosen.needed_bytes
     close = planned(with_memory(1.1 * least), errors, strategy="single")
     assert close.fits and close.is_close
-    assert "close: 9 of 10 runs of this kind (dense) take" in "\n".join(words(close))
-    assert "which is close" in summary(close)
+    assert "close: 9 of 10 runs of this kind (dense) take" in "\n".join(describe_plan(close))
+    assert "which is close" in summarize_plan(close)
 
 
 def test_intervals_are_shown_beside_memory_and_speed() -> None:
@@ -137,7 +137,7 @@ def test_intervals_are_shown_beside_memory_and_speed() -> None:
     assert told["tokens_per_second"] == [pytest.approx(part * time.tokens_per_second) for part in (0.9, 1.2)]
     assert told["step_time"] == [pytest.approx(time.seconds / part) for part in (1.2, 0.9)]
     assert told["kinds"] == ["dense"]
-    said = "\n".join([*table(plan), *words(plan), summary(plan)])
+    said = "\n".join([*format_candidates(plan), *describe_plan(plan), summarize_plan(plan)])
     for value in (0.9 * time.tokens_per_second, 1.2 * time.tokens_per_second):
         assert f"{value:,.0f}" in said
     assert "9 of 10 such runs" in said

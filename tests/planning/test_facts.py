@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainwright.errors import RequestError
-from trainwright.planning.facts import Facts, configuration_named, facts_of, full_rows
+from trainwright.planning.facts import Facts, assume_full_rows, build_facts, read_named_configuration
 from trainwright.recipe.schema import RecipeSchema
 
 CONFIG = {
@@ -39,7 +39,7 @@ def recipe(tmp_path: Path, **sections: Any) -> RecipeSchema:
 
 
 def test_a_fresh_model_has_the_tokenizers_vocabulary(tmp_path: Path) -> None:
-    workload, assumptions, _ = facts_of(recipe(tmp_path))
+    workload, assumptions, _ = build_facts(recipe(tmp_path))
     assert workload.facts.vocabulary == 259
     assert (workload.row_tokens, workload.global_batch_rows, workload.packed) == (80, 12.0, False)
     assert workload.steps == 5
@@ -49,13 +49,13 @@ def test_a_fresh_model_has_the_tokenizers_vocabulary(tmp_path: Path) -> None:
 def test_packs_of_a_model_that_mixes_documents_are_refused(tmp_path: Path) -> None:
     falcon = {key: value for key, value in CONFIG.items() if key != "intermediate_size"} | {"model_type": "falcon"}
     asked = recipe(tmp_path, model={"config": falcon})
-    assert not facts_of(asked).workload.packed
+    assert not build_facts(asked).workload.packed
     with pytest.raises(RequestError, match=r"data\.pack_length: a model of the architecture falcon does not keep"):
-        facts_of(recipe(tmp_path, model={"config": falcon}, data={"pack_length": 256}))
+        build_facts(recipe(tmp_path, model={"config": falcon}, data={"pack_length": 256}))
 
 
 def test_packs_hold_several_examples(tmp_path: Path) -> None:
-    workload, _, _ = facts_of(recipe(tmp_path, data={"pack_length": 256}))
+    workload, _, _ = build_facts(recipe(tmp_path, data={"pack_length": 256}))
     assert (workload.row_tokens, workload.global_batch_rows) == (240, 4.0)
     assert (workload.mean_length, workload.longest) == (80, 80)
 
@@ -67,30 +67,30 @@ def test_documents_are_looked_at_before_they_are_prepared(tmp_path: Path, mixed:
     source = str(tmp_path / "texts")
     train = [{"source": source, "format": "documents"}] if mixed else source
     data = {"train": train, **({} if mixed else {"format": "documents"})}
-    workload, assumptions, _ = facts_of(recipe(tmp_path, data=data))
+    workload, assumptions, _ = build_facts(recipe(tmp_path, data=data))
     assert workload.row_tokens < 80 and "from the characters of the first 1;" in assumptions[0]
 
 
 def test_epochs_are_steps_once_the_examples_are_counted(tmp_path: Path) -> None:
     asked = recipe(tmp_path, train={"max_steps": None, "epochs": 2.0})
-    assert facts_of(asked).workload.steps is None
+    assert build_facts(asked).workload.steps is None
     from trainwright.data.tokens.dataset import TokenDataset
-    from trainwright.data.tokens.lengths import remember
+    from trainwright.data.tokens.lengths import remember_lengths
 
     examples = TokenDataset.from_examples([([1] * 8, [True] * 8)] * 10, "x")
-    remember(asked.model, asked.data, 0, examples, tmp_path / "cache")
-    workload, assumptions, _ = facts_of(asked)
+    remember_lengths(asked.model, asked.data, 0, examples, tmp_path / "cache")
+    workload, assumptions, _ = build_facts(asked)
     few = "train.global_batch_size 12 exceeds the 10 examples to train on: each step uses every example about 1.2 times"
     assert (workload.steps, workload.row_tokens, assumptions) == (2, 8, (few,))
     for size, told in ((10, []), (10**9, ["each step uses every example about 100,000,000 times"])):
         train = asked.train.model_copy(update={"global_batch_size": size})
-        remarks = facts_of(asked.model_copy(update={"train": train})).assumptions
+        remarks = build_facts(asked.model_copy(update={"train": train})).assumptions
         assert [remark.rpartition(": ")[2] for remark in remarks] == told
 
 
 @pytest.mark.parametrize(("loss", "each"), [("dpo", 2), ("kto", 1)])
 def test_rows_that_are_not_there_yet_count_as_the_longest_pair(tmp_path: Path, loss: str, each: int) -> None:
-    facts = facts_of(recipe(tmp_path, task="dpo", dpo={"loss": loss}, data={"train": "somebody/not-downloaded"}))
+    facts = build_facts(recipe(tmp_path, task="dpo", dpo={"loss": loss}, data={"train": "somebody/not-downloaded"}))
     assert facts.workload.row_tokens == 128 * each
 
 
@@ -104,13 +104,13 @@ def test_rows_that_are_not_there_yet_count_as_the_longest_pair(tmp_path: Path, l
     ],
 )
 def test_adapters(tmp_path: Path, written: Any, adapter: dict[str, Any]) -> None:
-    model = facts_of(recipe(tmp_path, model={"adapter": written})).workload.model
+    model = build_facts(recipe(tmp_path, model={"adapter": written})).workload.model
     assert adapter.items() <= dict(model.adapter_section).items() and bool(adapter) == bool(model.adapter)
 
 
 def test_known_models_need_no_file() -> None:
     asked = {"task": "sft", "model": {"name": "meta-llama/Llama-3.1-8B"}, "data": {"train": "pydoc"}}
-    workload = full_rows(RecipeSchema.model_validate(asked)).workload
+    workload = assume_full_rows(RecipeSchema.model_validate(asked)).workload
     assert workload.facts.total == 8_030_261_248
     assert workload.row_tokens == workload.longest == 1024
 
@@ -118,13 +118,13 @@ def test_known_models_need_no_file() -> None:
 def test_a_configuration_file_is_a_model(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**CONFIG, "vocab_size": 100}))
-    assert configuration_named(str(file)) == configuration_named(str(tmp_path))
+    assert read_named_configuration(str(file)) == read_named_configuration(str(tmp_path))
 
 
 def test_a_fresh_configuration_that_transformers_refuses_is_refused(tmp_path: Path) -> None:
     config = {"model_type": "gpt_neo", "hidden_size": 64, "num_layers": 2, "num_heads": 2}
     with pytest.raises(RequestError, match=r"model: gpt_neo: .*attention_layers"):
-        facts_of(recipe(tmp_path, model={"config": config}))
+        build_facts(recipe(tmp_path, model={"config": config}))
 
 
 @pytest.mark.parametrize(
@@ -143,19 +143,19 @@ def test_a_configuration_that_says_too_little_is_refused(tmp_path: Path, content
     file = tmp_path / "config.json"
     file.write_text(content)
     with pytest.raises(RequestError, match=complaint):
-        configuration_named(str(file))
+        read_named_configuration(str(file))
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     with pytest.raises(RequestError, match=r"meta-llama/Llama-3\.1-8B"):
-        configuration_named("meta-llama/Lama-3.1-8B")
+        read_named_configuration("meta-llama/Lama-3.1-8B")
 
 
 def full(tmp_path: Path, **more: Any) -> Facts:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 100, **more.pop("config", {})}))
     data = {"train": "pydoc", "validation": None, "max_length": 256, "pack_length": 1024, **more.pop("data", {})}
     asked = {"task": "sft", "model": {"name": str(tmp_path)}, "data": data, "train": {"max_steps": 5}, **more}
-    return full_rows(RecipeSchema.model_validate(asked))
+    return assume_full_rows(RecipeSchema.model_validate(asked))
 
 
 def test_full_rows_hold_documents_as_long_as_asked(tmp_path: Path) -> None:
@@ -170,9 +170,9 @@ def test_examples_that_a_model_has_no_positions_for_are_refused(tmp_path: Path) 
         full(tmp_path, config={"max_position_embeddings": 128})
     short = {**CONFIG, "max_position_embeddings": 64}
     with pytest.raises(RequestError, match="128 exceeds the model's 64 positions"):
-        facts_of(recipe(tmp_path, model={"config": short}))
+        build_facts(recipe(tmp_path, model={"config": short}))
 
 
 def test_adapters_go_on_models_that_have_learnt_something(tmp_path: Path) -> None:
-    assert not facts_of(recipe(tmp_path)).workload.takes_adapters
+    assert not build_facts(recipe(tmp_path)).workload.takes_adapters
     assert full(tmp_path).workload.takes_adapters

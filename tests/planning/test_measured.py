@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.measured import measurement
-from trainwright.machine.describe import Cluster, cluster_of, parse_machine
+from trainwright.machine.describe import Cluster, build_cluster, parse_machine
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, Curve, ProcessRates, TimedSample
 from trainwright.machine.measured.own_runs import OwnRun, OwnRuns
@@ -15,18 +15,25 @@ from trainwright.machine.measured.quick import (
     Block,
     MeasuredBlock,
     Shapes,
-    blocks_to_measure,
-    covers,
-    for_block,
-    sequences_of_block,
+    choose_sequences,
+    covers_shapes,
+    iterate_blocks_to_measure,
+    select_nearest_block,
 )
 from trainwright.machine.processor import Processor
 from trainwright.planning.candidates import Constraints
 from trainwright.planning.errors import FEWEST
-from trainwright.planning.output import summary, table, words
+from trainwright.planning.output import describe_plan, format_candidates, summarize_plan
 from trainwright.planning.plan import RunPlan, make_plan
 from trainwright.planning.search import Evaluator
-from trainwright.planning.step_time.basis import Basis, basis_of, block_seconds, model_of, shapes_of, way_of
+from trainwright.planning.step_time.basis import (
+    Basis,
+    build_basis,
+    build_model_key,
+    build_way_key,
+    collect_shapes,
+    estimate_block_seconds,
+)
 from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.trace.catalog import find_model
 from trainwright.planning.trace.request import TracedModel
@@ -39,7 +46,7 @@ AMX = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 def of_cores(count: int = 2, *instructions: str) -> Cluster:
     memory = 32 * 2**30
     processor = Processor("GenuineIntel", 6, instructions, 2.5e9)
-    return cluster_of(Machine("here", "a CPU", count, memory, (), memory_free_bytes=memory, processor=processor))
+    return build_cluster(Machine("here", "a CPU", count, memory, (), memory_free_bytes=memory, processor=processor))
 
 
 def work(rows: int = 8, tokens: int = 512) -> Workload:
@@ -78,7 +85,7 @@ def test_without_a_measurement_the_flags_decide_and_no_share_of_a_peak_is_shown(
     made = planned(None)
     assert made.chosen.choice.mixed_precision == "bf16"
     assert made.chosen.time is not None and made.chosen.time.mfu is None and "mfu" not in made.predicted()
-    assert not any("peak rate" in line for line in words(made))
+    assert not any("peak rate" in line for line in describe_plan(made))
 
 
 def test_the_share_of_the_peak_is_of_the_fastest_products_that_were_measured() -> None:
@@ -86,7 +93,7 @@ def test_the_share_of_the_peak_is_of_the_fastest_products_that_were_measured() -
     time = made.chosen.time
     assert time is not None and time.peak == pytest.approx(2e11)  # two processes of one thread
     assert time.mfu is not None and 0 < time.mfu < 1
-    assert any("of the measured peak rate" in line for line in words(made))
+    assert any("of the measured peak rate" in line for line in describe_plan(made))
     assert "mfu" in made.predicted()
 
 
@@ -125,7 +132,7 @@ def test_rates_are_those_that_were_measured_and_what_was_not_is_scaled() -> None
 
 def test_a_failed_measurement_is_told_first() -> None:
     made = make_plan(Constraints({}), work(), of_cores(2), basis=Basis(trouble="could not be measured, so datasheets"))
-    assert summary(made).startswith("plan by datasheets, as could not be measured: ")
+    assert summarize_plan(made).startswith("plan by datasheets, as could not be measured: ")
     assert made.as_json()["trouble"] == "could not be measured, so datasheets"
 
 
@@ -135,7 +142,7 @@ def test_gpus_that_are_not_here_go_by_their_datasheet() -> None:
 
 
 def test_shapes_are_the_models_own_the_most_work_first() -> None:
-    shapes = shapes_of(work())
+    shapes = collect_shapes(work())
     assert set(shapes.widths) == {(1536, 576), (576, 1536), (576, 576), (192, 576)}
     assert shapes.widths[0] == (1536, 576) and shapes.length == 128
     assert shapes.block is not None and shapes.block.hidden == 576
@@ -144,14 +151,14 @@ def test_shapes_are_the_models_own_the_most_work_first() -> None:
 
 @cache
 def block_of_the_model() -> Block:
-    block = shapes_of(work()).block
+    block = collect_shapes(work()).block
     assert block is not None
     return block
 
 
 @cache
 def passes() -> dict[str, MeasuredBlock]:
-    return dict(blocks_to_measure(block_of_the_model(), 128))
+    return dict(iterate_blocks_to_measure(block_of_the_model(), 128))
 
 
 NAMES = ("block/fp32/forward", "block/fp32/backward")
@@ -159,7 +166,7 @@ NAMES = ("block/fp32/forward", "block/fp32/backward")
 
 def seconds_of(setting: ProcessRates) -> float:
     """The seconds of the block in fp32 that a plan predicts."""
-    return sum(block_seconds(passes()[name].sizes, name, setting) for name in NAMES)
+    return sum(estimate_block_seconds(passes()[name].sizes, name, setting) for name in NAMES)
 
 
 def _with_block(found: Calibration, seconds: float, scale: float = 1.0) -> Calibration:
@@ -213,29 +220,29 @@ def test_a_calibration_is_scaled_to_a_block_of_the_model() -> None:
 def test_the_block_of_a_plan_is_the_nearest_that_was_measured() -> None:
     both = _with_block(_with_block(measurement(), 1.0), 2.0, scale=7.0)
     for scale, seconds in ((1.0, 1.0), (5.0, 2.0)):
-        found = for_block(both, replace(block_of_the_model(), hidden=scale * block_of_the_model().hidden))
+        found = select_nearest_block(both, replace(block_of_the_model(), hidden=scale * block_of_the_model().hidden))
         (sample,) = found.settings[1].curves["block/fp32/backward"].samples
         assert sample.seconds == pytest.approx(seconds * 2 / 3)
-    assert for_block(measurement(), block_of_the_model()) == measurement()
+    assert select_nearest_block(measurement(), block_of_the_model()) == measurement()
     required = Shapes(((512, 512),), 64, block_of_the_model())
-    assert covers(both, required) and not covers(measurement(), required)
-    assert not covers(both, replace(required, block=Block(64.0, 300.0)))
+    assert covers_shapes(both, required) and not covers_shapes(measurement(), required)
+    assert not covers_shapes(both, replace(required, block=Block(64.0, 300.0)))
 
 
 @pytest.mark.slow
 def test_a_large_block_is_measured_at_a_fraction_of_its_widths() -> None:
-    block = shapes_of(replace(work(), model=TracedModel.of(find_model("meta-llama/Llama-3.1-8B").config))).block
+    block = collect_shapes(replace(work(), model=TracedModel.of(find_model("meta-llama/Llama-3.1-8B").config))).block
     assert block is not None and block.scale == 1 / 8
-    bounded = Shapes(((14336, 4096),), 100, block).bounded("cpu").block
+    bounded = Shapes(((14336, 4096),), 100, block).limit_size("cpu").block
     assert bounded is not None and bounded.hidden == 512 and bounded.hidden * bounded.breadth <= 4_000_000
-    narrow = dict(blocks_to_measure(bounded, 128))
+    narrow = dict(iterate_blocks_to_measure(bounded, 128))
     assert set(narrow) == {f"block/{name}/{way}" for name in ("fp32", "bf16") for way in ("forward", "backward")}
     products = {(k.m, k.n, k.k) for k in narrow["block/fp32/forward"].kernels if k.kind == 0}
     assert products == {(256, 512, 512), (256, 128, 512), (256, 1792, 512), (256, 512, 1792)}
     gradients = {(k.m, k.n, k.k) for k in narrow["block/fp32/backward"].kernels if k.kind == 0 and not k.weights}
     assert gradients == {(512, 512, 256), (128, 512, 256), (1792, 512, 256), (512, 1792, 256)}
-    assert sequences_of_block(128) == (2, 128)
-    assert Shapes(((14336, 4096),), 100, block).bounded("cuda").block is None
+    assert choose_sequences(128) == (2, 128)
+    assert Shapes(((14336, 4096),), 100, block).limit_size("cuda").block is None
 
 
 def test_a_measured_block_comes_back_from_the_sizes_of_its_sample() -> None:
@@ -245,14 +252,14 @@ def test_a_measured_block_comes_back_from_the_sizes_of_its_sample() -> None:
 
 def test_nothing_is_measured_of_a_machine_that_is_not_at_hand() -> None:
     machine = Machine("here", "a CPU", 2, 2**34, ())
-    assert basis_of(machine, work()) == Basis()
+    assert build_basis(machine, work()) == Basis()
     assert replace(machine, is_here=True) != machine
 
 
 def test_the_table_has_a_row_for_each_candidate_all_the_same() -> None:
     made = planned(measurement(bf16=0.5))
     layouts = [(one.layout, one.choice.num_processes) for one in made.search.candidates]
-    assert len(layouts) == len(set(layouts)) and len(list(table(made))) > 2
+    assert len(layouts) == len(set(layouts)) and len(list(format_candidates(made))) > 2
     assert Evaluator(work(), of_cores(2), Rates(of_cores(2))).rates.threads(1) == (2,)
 
 
@@ -263,16 +270,16 @@ def _with_runs(*runs: OwnRun) -> RunPlan:
 def test_a_plan_is_corrected_by_what_runs_of_this_machine_took() -> None:
     plain = _with_runs()
     choice, time = plain.chosen.choice, plain.chosen.time
-    own = OwnRun(model_of(work()), way_of(choice), "measurement", 1.02, 1.0)
+    own = OwnRun(build_model_key(work()), build_way_key(choice), "measurement", 1.02, 1.0)
     corrected = _with_runs(own)
     assert time is not None and corrected.chosen.choice == choice and corrected.chosen.time is not None
     assert corrected.chosen.time.seconds == pytest.approx(1.02 * time.seconds)
     assert corrected.predicted()["correction"] == pytest.approx(1.02)
-    assert any("this machine's own runs: 1, within 0%" in line for line in words(corrected))
-    assert not any("own runs" in line for line in words(plain))
+    assert any("this machine's own runs: 1, within 0%" in line for line in describe_plan(corrected))
+    assert not any("own runs" in line for line in describe_plan(plain))
 
 
 def test_a_few_runs_tell_how_far_plans_are_off_here() -> None:
-    own = OwnRun(model_of(work()), way_of(_with_runs().chosen.choice), "measurement", 1.0, 1.0)
+    own = OwnRun(build_model_key(work()), build_way_key(_with_runs().chosen.choice), "measurement", 1.0, 1.0)
     assert _with_runs(*[own] * (FEWEST - 1)).chosen.errors.words != "runs on this machine"
     assert _with_runs(*[own] * FEWEST).chosen.errors.words == "runs on this machine"

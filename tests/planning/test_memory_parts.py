@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from trainwright.machine.describe import cluster_of, parse_machine
+from trainwright.machine.describe import build_cluster, parse_machine
 from trainwright.machine.machine import Machine
 from trainwright.machine.processor import Processor
 from trainwright.parallel.constants import CACHED_PRODUCTS, PRODUCT_BYTES
-from trainwright.planning.memory.peak import Memory, memory_of
-from trainwright.planning.memory.process import SLACK, libraries
+from trainwright.planning.memory.peak import Memory, estimate_memory
+from trainwright.planning.memory.process import SLACK, estimate_libraries
 from trainwright.planning.trace.catalog import find_model
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Choice, Recompute, Workload
@@ -71,7 +71,7 @@ def predicted(strategy: str, precision: str, passes: int) -> Memory:
         activation_checkpointing="full",
     )
     workload = Workload(MODEL, row_tokens=256, global_batch_rows=16)
-    return memory_of(workload, choice, parse_machine("4xA100-80GB"))
+    return estimate_memory(workload, choice, parse_machine("4xA100-80GB"))
 
 
 @pytest.mark.parametrize(("strategy", "precision"), CASES)
@@ -107,7 +107,7 @@ def test_activations_in_the_hosts_memory_are_not_on_the_device(recompute: Recomp
     choice = Choice("single", 1, 8, 1, "bf16", activation_checkpointing=recompute)
     workload = Workload(MODEL, row_tokens=1024, global_batch_rows=8)
     plain, moved = (
-        memory_of(workload, replace(choice, activation_offload=offload), parse_machine("1xA100-80GB"))
+        estimate_memory(workload, replace(choice, activation_offload=offload), parse_machine("1xA100-80GB"))
         for offload in (False, True)
     )
     inputs = LAYERS * 8 * 1024 * HIDDEN * 2
@@ -131,7 +131,7 @@ def rounded(size: int) -> int:
 def test_pinned_memory_is_rounded_up_to_powers_of_two() -> None:
     choice = Choice("fsdp", PROCESSES, 1, 1, "bf16", offload_parameters=True)
     workload = Workload(MODEL, row_tokens=64, global_batch_rows=4)
-    host = memory_of(workload, choice, parse_machine("4xA100-80GB")).host
+    host = estimate_memory(workload, choice, parse_machine("4xA100-80GB")).host
     matrices = [(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536)]
     block = [*matrices, (576, 1), (576, 1)]
     shards = [4 * rows * columns // PROCESSES for rows, columns in [(49152, 576), (576, 1), *(30 * block)]]
@@ -143,7 +143,7 @@ def test_pinned_memory_is_rounded_up_to_powers_of_two() -> None:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_activations_in_pinned_memory_are_rounded_up(recompute: Recompute) -> None:
     choice = Choice("single", 1, 7, 1, "bf16", activation_checkpointing=recompute, activation_offload=True)
-    host = memory_of(Workload(MODEL, row_tokens=1024, global_batch_rows=7), choice, parse_machine("1xH100")).host
+    host = estimate_memory(Workload(MODEL, row_tokens=1024, global_batch_rows=7), choice, parse_machine("1xH100")).host
     output = 2 * 7 * 1024 * 576
     if recompute == "full":
         assert host["rounding of pinned memory"] == 30 * (rounded(output) - output)
@@ -154,7 +154,7 @@ def test_activations_in_pinned_memory_are_rounded_up(recompute: Recompute) -> No
 @pytest.mark.parametrize("on", ["1xA100-80GB", "1xRTX4090"])
 def test_an_optimizer_step_of_a_gpu_has_the_gradients(on: str) -> None:
     choice = Choice("single", 1, 1, 2, "bf16", activation_checkpointing="full")
-    memory = memory_of(Workload(MODEL, row_tokens=64, global_batch_rows=2), choice, parse_machine(on))
+    memory = estimate_memory(Workload(MODEL, row_tokens=64, global_batch_rows=2), choice, parse_machine(on))
     between = memory.phases["checkpoint"]
     assert memory.phases["optimizer"] == pytest.approx(between + 4 * PARAMETERS, rel=0.01)
 
@@ -177,7 +177,7 @@ def on_cpu(
     work = {name: more.pop(name) for name in OF_WORK if name in more}
     choice = Choice(**{**fixed, "mixed_precision": precision, "threads": 1, **more})  # type: ignore[arg-type]
     rows = {"packed": False, "row_tokens": 192, "document_tokens": lengths, "steps": steps, **work}
-    return memory_of(Workload(model, global_batch_rows=4, **rows), choice, cluster_of(machine))  # type: ignore[arg-type]
+    return estimate_memory(Workload(model, global_batch_rows=4, **rows), choice, build_cluster(machine))  # type: ignore[arg-type]
 
 
 def test_code_of_products_is_that_of_the_shapes_that_a_run_computes_in_bf16() -> None:
@@ -242,8 +242,8 @@ def test_copies_that_gloo_gathers_into_stay_in_the_arena_of_its_thread() -> None
         "zero3": all_of_it,
     }
     choice = Choice("fsdp", 2, 1, 1, "no", threads=1)
-    cluster = cluster_of(Machine("here", "a CPU", 2, 2**36, (), memory_free_bytes=2**36))
-    large = memory_of(Workload(MODEL, row_tokens=64, global_batch_rows=2), choice, cluster)
+    cluster = build_cluster(Machine("here", "a CPU", 2, 2**36, (), memory_free_bytes=2**36))
+    large = estimate_memory(Workload(MODEL, row_tokens=64, global_batch_rows=2), choice, cluster)
     assert "copies of the exchange" not in large.overhead  # an embedding of 108 MiB
 
 
@@ -290,13 +290,13 @@ def test_the_saved_model_is_read_back_where_memory_for_it_is_free() -> None:
 
 
 def test_libraries_that_share_their_code_are_counted_once() -> None:
-    cluster = cluster_of(Machine("here", "a CPU", 2, 2**36, ()))
+    cluster = build_cluster(Machine("here", "a CPU", 2, 2**36, ()))
 
     def mebibytes(strategy: str, model: TracedModel) -> float:
         choice = Choice(strategy, 2, 1, 1, "no", threads=1)
-        return libraries(Workload(model, row_tokens=64, global_batch_rows=2), choice, cluster)[NAME] / 2**20
+        return estimate_libraries(Workload(model, row_tokens=64, global_batch_rows=2), choice, cluster)[NAME] / 2**20
 
-    adapted = TINY.adapted(AdapterSection(type="lora"))
+    adapted = TINY.add_adapter(AdapterSection(type="lora"))
     plain, adapter = mebibytes("ddp", TINY), mebibytes("ddp", adapted) - mebibytes("ddp", TINY)
     assert mebibytes("fsdp", adapted) == plain + 20 + adapter
     assert mebibytes("zero1", TINY) == plain + 70 == mebibytes("zero1", adapted) and 0 < adapter < 70

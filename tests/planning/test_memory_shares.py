@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainwright.machine.describe import parse_machine
-from trainwright.planning.memory.peak import Memory, memory_of
+from trainwright.planning.memory.peak import Memory, estimate_memory
 from trainwright.planning.trace.catalog import find_model
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Choice, Workload
@@ -21,7 +21,7 @@ WORKLOAD = Workload(MODEL, row_tokens=512, global_batch_rows=16)
 
 def predicted(strategy: Any, processes: int, workload: Workload = WORKLOAD, **changed: Any) -> Memory:
     choice = Choice(strategy, processes, 2, 1, "bf16")
-    return memory_of(workload, replace(choice, **changed), parse_machine("8xA100-80GB"))
+    return estimate_memory(workload, replace(choice, **changed), parse_machine("8xA100-80GB"))
 
 
 @pytest.mark.parametrize(("processes", "replicas"), [(4, 2), (8, 2), (8, 4)])
@@ -39,7 +39,7 @@ def test_hybrid_sharding_divides_by_the_ranks_that_share_a_copy(processes: int, 
 def test_frozen_weights_have_neither_gradients_nor_masters_nor_moments(strategy: str) -> None:
     adapter = AdapterSection(type="lora", rank=8, targets=["q_proj", "v_proj"])
     processes = 1 if strategy == "single" else 4
-    parts = predicted(strategy, processes, replace(WORKLOAD, model=MODEL.adapted(adapter))).parts
+    parts = predicted(strategy, processes, replace(WORKLOAD, model=MODEL.add_adapter(adapter))).parts
     for name in ("master weights", "optimizer state", "gradients"):
         assert parts.get(name, 0) < 0.2 * PARAMETERS, name
 

@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from trainwright.errors import RequestError
-from trainwright.planning.trace.catalog import _by_id, find_model, known_model
+from trainwright.planning.trace.catalog import _index_by_id, find_model, look_up_model
 from trainwright.planning.trace.request import TracedModel
-from trainwright.planning.trace.traced import model_facts
+from trainwright.planning.trace.traced import read_model_facts
 from trainwright.planning.trace.units import ModelFacts
 
 # As Hugging Face shows them for each repository, from the headers of its safetensors files; where those store
@@ -138,7 +138,7 @@ PUBLISHED = {
 
 
 def facts(name: str) -> ModelFacts:
-    return model_facts(TracedModel.of(find_model(name).config))
+    return read_model_facts(TracedModel.of(find_model(name).config))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_parameters_are_those_published(name: str) -> None:
 
 @pytest.mark.slow
 def test_every_entry_is_an_architecture() -> None:
-    models = list(dict.fromkeys(_by_id().values()))
+    models = list(dict.fromkeys(_index_by_id().values()))
     assert len(models) > 100
     assert len({model.id.lower() for model in models}) == len(models)
     for model in models:
@@ -222,7 +222,7 @@ def test_models_of_unlearning_benchmarks_are_planned_like_those_they_were_traine
 
 
 def test_an_unknown_model_is_refused_with_the_nearest() -> None:
-    assert known_model("meta-llama/Llama-3.1-9B") is None
+    assert look_up_model("meta-llama/Llama-3.1-9B") is None
     with pytest.raises(RequestError, match=r"did you mean meta-llama/Llama-3\.1-8B, meta-llama/Llama-3\.1-70B"):
         find_model("meta-llama/Llama-3.1-9B")
     with pytest.raises(RequestError, match=r"For other models, pass .*config\.json"):
@@ -238,8 +238,8 @@ def test_looking_up_imports_nothing_heavy() -> None:
     program = (
         "import sys; from trainwright.planning.trace.catalog import find_model\n"
         "from trainwright.planning.trace.request import TracedModel\n"
-        "from trainwright.planning.trace.traced import model_facts\n"
-        "model_facts(TracedModel.of(find_model('llama-3.1-8b').config))\n"
+        "from trainwright.planning.trace.traced import read_model_facts\n"
+        "read_model_facts(TracedModel.of(find_model('llama-3.1-8b').config))\n"
         "print(*{'torch', 'transformers', 'numpy', 'pydantic', 'yaml'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -11,14 +11,14 @@ import pytest
 from tests.support.runs import TINY
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.accelerators import Build
-from trainwright.machine.describe import Cluster, cluster_of, parse_machine
+from trainwright.machine.describe import Cluster, build_cluster, parse_machine
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.machine.processor import Processor
-from trainwright.planning.facts import facts_of
-from trainwright.planning.plan import RunPlan, constraints_of, make_plan
+from trainwright.planning.facts import build_facts
+from trainwright.planning.plan import RunPlan, build_constraints, make_plan
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import RecipeSchema
-from trainwright.run.resolve import Resolved, possible, resolve, without_bitsandbytes
+from trainwright.run.resolve import Resolved, apply_implied_values, explain_no_bitsandbytes, resolve
 
 GIB = 2**30
 
@@ -62,11 +62,11 @@ def test_a_gpu_that_no_catalog_has_is_planned_all_the_same() -> None:
 def test_a_machine_without_a_compiler_compiles_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    here = replace(cluster_of(machine()), is_here=True)
+    here = replace(build_cluster(machine()), is_here=True)
 
     def planned(train: dict[str, Any], on: Cluster) -> RunPlan:
         asked = recipe({"max_steps": 10_000_000, **train})
-        return make_plan(constraints_of(asked), facts_of(asked).workload, on)
+        return make_plan(build_constraints(asked), build_facts(asked).workload, on)
 
     assert planned({}, replace(here, is_here=False)).chosen.choice.compile
     found = planned({}, here)
@@ -242,18 +242,18 @@ FLOAT8 = {"mixed_precision": "bf16", "float8": "rowwise"}
 
 def test_float8_needs_a_gpu_that_has_it_or_a_cpu() -> None:
     with pytest.raises(MachineError, match=r"^train\.float8: A100-80GB does not compute in float8, which needs"):
-        possible(recipe(FLOAT8), parse_machine("8xA100-80GB"))
+        apply_implied_values(recipe(FLOAT8), parse_machine("8xA100-80GB"))
     for scales in ("mxfp8", "nvfp4"):
         blocks, why = recipe({**FLOAT8, "float8": scales}), rf"does not compute in {scales.upper()}, .* 10\.0 or higher"
         for machine_, instead in (("8xH100", "rowwise"), ("8xA100-80GB", "no")):
             with pytest.raises(MachineError, match=rf"{why}; set it to {instead}$"):
-                possible(blocks, parse_machine(machine_))
-        possible(blocks, parse_machine("1xRTX5090"))
-    _, remarks = possible(recipe({**FLOAT8, "compile": False}), parse_machine("8xH100"))
+                apply_implied_values(blocks, parse_machine(machine_))
+        apply_implied_values(blocks, parse_machine("1xRTX5090"))
+    _, remarks = apply_implied_values(recipe({**FLOAT8, "compile": False}), parse_machine("8xH100"))
     assert any("without train.compile" in remark for remark in remarks)
-    _, remarks = possible(recipe(FLOAT8), parse_machine("8xH100"))
+    _, remarks = apply_implied_values(recipe(FLOAT8), parse_machine("8xH100"))
     assert not any("float8" in remark for remark in remarks)
-    _, remarks = possible(recipe(FLOAT8), cluster_of(machine()))
+    _, remarks = apply_implied_values(recipe(FLOAT8), build_cluster(machine()))
     assert any("train.float8: a CPU rounds" in remark for remark in remarks)
 
 
@@ -280,8 +280,8 @@ def test_tf32_that_is_no_faster_is_remarked() -> None:
 @pytest.mark.parametrize("written", [True, False])
 def test_a_layout_key_of_the_recipe_is_kept_also_with_its_default_value(written: bool) -> None:
     asked = recipe(parallel={"reshard_after_forward": written})
-    assert constraints_of(asked).fixed["reshard_after_forward"] is written
-    assert "reshard_after_forward" not in constraints_of(recipe()).fixed
+    assert build_constraints(asked).fixed["reshard_after_forward"] is written
+    assert "reshard_after_forward" not in build_constraints(recipe()).fixed
 
 
 @pytest.mark.parametrize(
@@ -307,13 +307,13 @@ def test_what_gpus_of_another_vendor_lack_is_refused_by_name(
     device: str, train: dict[str, Any], parallel: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(MachineError, match=said):
-        possible(recipe(train, parallel), parse_machine(device))
-    possible(recipe(), parse_machine(device))
-    possible(recipe(parallel={"strategy": "zero2"}), parse_machine("8xMI300X"))
+        apply_implied_values(recipe(train, parallel), parse_machine(device))
+    apply_implied_values(recipe(), parse_machine(device))
+    apply_implied_values(recipe(parallel={"strategy": "zero2"}), parse_machine("8xMI300X"))
 
 
 def test_bitsandbytes_has_kernels_for_the_versions_of_rocm_that_its_wheels_name() -> None:
-    assert without_bitsandbytes("AMD", Build("2.13.0", None, "7.2.53211")) is None
-    said = without_bitsandbytes("AMD", Build("2.13.0", None, "9.9.1"))
+    assert explain_no_bitsandbytes("AMD", Build("2.13.0", None, "7.2.53211")) is None
+    said = explain_no_bitsandbytes("AMD", Build("2.13.0", None, "9.9.1"))
     assert said == "the installed bitsandbytes has no kernels for ROCm 9.9.1"
-    assert without_bitsandbytes("NVIDIA", Build("2.13.0", "13.0")) is None
+    assert explain_no_bitsandbytes("NVIDIA", Build("2.13.0", "13.0")) is None

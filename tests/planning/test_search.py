@@ -8,31 +8,38 @@ from typing import Any
 import pytest
 
 from trainwright.errors import MachineError, RequestError
-from trainwright.machine.describe import Cluster, cluster_of, parse_machine
+from trainwright.machine.describe import Cluster, build_cluster, parse_machine
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration
 from trainwright.machine.processor import Processor
-from trainwright.machine.vendors import processor_of
-from trainwright.planning.candidates import Constraints, choice_of, layouts, micro_batches, recomputations, worlds
-from trainwright.planning.memory.peak import least_of, memory_of
-from trainwright.planning.output import table
-from trainwright.planning.plan import RunPlan, constraints_of, make_plan
+from trainwright.machine.vendors import look_up_processor
+from trainwright.planning.candidates import (
+    Constraints,
+    build_choice,
+    iterate_layouts,
+    list_micro_batches,
+    list_recomputations,
+    list_worlds,
+)
+from trainwright.planning.memory.peak import estimate_least_memory, estimate_memory
+from trainwright.planning.output import format_candidates
+from trainwright.planning.plan import RunPlan, build_constraints, make_plan
 from trainwright.planning.search import AS_FAST, Candidate, Evaluator, search
 from trainwright.planning.step_time.rates import Rates
-from trainwright.planning.step_time.step import step_time
+from trainwright.planning.step_time.step import estimate_step_time
 from trainwright.planning.trace.catalog import find_model
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Choice, Workload
-from trainwright.recipe.loading import recipe_of
+from trainwright.recipe.loading import build_recipe
 from trainwright.recipe.sections.model import AdapterSection
-from trainwright.recipe.strategy_spec import spec_of
+from trainwright.recipe.strategy_spec import look_up_strategy
 
 SMALL, LARGE, HUGE = "HuggingFaceTB/SmolLM2-135M", "meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B"
 
 
 def work(name: str, rows: int = 64, tokens: int = 2048, **more: Any) -> Workload:
     adapter = AdapterSection.model_validate(more.pop("adapter", {}))
-    model = TracedModel.of(find_model(name).config).adapted(adapter)
+    model = TracedModel.of(find_model(name).config).add_adapter(adapter)
     return Workload(model, row_tokens=tokens, global_batch_rows=rows, **more)
 
 
@@ -44,7 +51,7 @@ def plan(
 
 def of_cores(count: int, *instructions: str, clock: float = 2.5e9) -> Cluster:
     memory, processor = 24 * 2**30, Processor("GenuineIntel", 6, instructions, clock)
-    return cluster_of(Machine("here", "a CPU", count, memory, (), memory_free_bytes=memory, processor=processor))
+    return build_cluster(Machine("here", "a CPU", count, memory, (), memory_free_bytes=memory, processor=processor))
 
 
 AVX2, AVX512, BF16 = ("avx2",), ("avx2", "avx512f"), ("avx2", "avx512f", "avx512_bf16")
@@ -76,7 +83,7 @@ def test_a_small_model_is_replicated_and_a_large_one_sharded() -> None:
 def test_every_candidate_makes_the_global_batch_in_as_few_passes(on: str, rows: int) -> None:
     for one in plan(SMALL, on, rows).search.candidates:
         choice = one.choice
-        assert choice.num_processes <= max(1, rows) or spec_of(choice.strategy).shards
+        assert choice.num_processes <= max(1, rows) or look_up_strategy(choice.strategy).shards
         share = math.ceil(rows / choice.micro_batch_size)
         assert choice.gradient_accumulation_steps == math.ceil(
             math.ceil(rows / choice.num_processes) / choice.micro_batch_size
@@ -115,17 +122,17 @@ def check_search(workload: Workload, cluster: Cluster, fixed: dict[str, Any]) ->
     constraints = Constraints(fixed)
     evaluator = Evaluator(workload, cluster, Rates(cluster))
     every = [
-        choice_of(layout, processes, size, recompute, constraints, cluster)
-        for processes in worlds(workload, cluster, constraints)
-        for layout in layouts(processes, cluster, constraints, math.ceil(workload.global_batch_rows))
-        for recompute in recomputations(workload, constraints)
-        for size in micro_batches(workload, processes, constraints)
+        build_choice(layout, processes, size, recompute, constraints, cluster)
+        for processes in list_worlds(workload, cluster, constraints)
+        for layout in iterate_layouts(processes, cluster, constraints, math.ceil(workload.global_batch_rows))
+        for recompute in list_recomputations(workload, constraints)
+        for size in list_micro_batches(workload, processes, constraints)
     ]
     # Keeping numbers in the host's memory costs time, and is not looked at where something fits, or is close, without.
     levels = (
         [choice for choice in every if one.fit(choice).fits and (may_offload or not offloads(choice))]
         for may_offload in (False, True)
-        for one in (evaluator, evaluator.with_less_margin())
+        for one in (evaluator, evaluator.reduce_margin())
     )
     fitting = next((choices for choices in levels if choices), [])
     found = search(evaluator, constraints)
@@ -133,7 +140,7 @@ def check_search(workload: Workload, cluster: Cluster, fixed: dict[str, Any]) ->
     if found.best is not None:
         seconds = [evaluator.seconds(choice) for choice in fitting]
         assert found.fastest == pytest.approx(min(seconds), rel=1e-9)
-        assert evaluator.seconds(found.best.choice) <= (1 + AS_FAST[processor_of(cluster.device)]) * found.fastest
+        assert evaluator.seconds(found.best.choice) <= (1 + AS_FAST[look_up_processor(cluster.device)]) * found.fastest
 
 
 def offloads(choice: Choice) -> bool:
@@ -292,7 +299,7 @@ def test_what_never_fits_is_found_without_a_pass(on: str) -> None:
     evaluator = Evaluator(workload, cluster, Rates(cluster))
     every = search(evaluator, Constraints({}))
     for one in every.candidates:
-        assert least_of(workload, one.choice, cluster) <= one.memory.total
+        assert estimate_least_memory(workload, one.choice, cluster) <= one.memory.total
         assert not evaluator.never_fits(one.choice) or one.verdict == "too large"
     assert any(evaluator.never_fits(one.choice) for one in every.candidates)
     if every.best is not None and not every.best.bold:
@@ -319,10 +326,10 @@ def test_muon_keeps_less_and_runs_where_matrices_are_whole() -> None:
     assert not muon.chosen.choice.strategy.startswith("zero")
     assert {one.missing is None for one in muon.search.candidates if one.choice.strategy.startswith("zero")} == {False}
     same = Choice("fsdp", 4, 1, 16, "bf16")
-    kept = [memory_of(one.workload, same, one.cluster).parts["optimizer state"] for one in (adamw, muon)]
+    kept = [estimate_memory(one.workload, same, one.cluster).parts["optimizer state"] for one in (adamw, muon)]
     # 7.0 billion of 8.0 are in matrices of blocks, which need their momentum alone.
     assert kept[1] / kept[0] == pytest.approx(1 - 7.0 / 8.0 / 2, rel=0.01)
-    times = [step_time(one.workload, same, one.cluster, Rates(one.cluster)) for one in (adamw, muon)]
+    times = [estimate_step_time(one.workload, same, one.cluster, Rates(one.cluster)) for one in (adamw, muon)]
     assert times[1].parts["optimizer"] > times[0].parts["optimizer"]
 
 
@@ -331,7 +338,9 @@ def test_soap_has_squares_of_the_sides_of_matrices_and_runs_where_states_are_who
     assert {one.choice.strategy for one in made.search.candidates if one.missing is None} <= {"single", "ddp"}
     assert any(one.choice.strategy == "fsdp" and one.missing for one in made.search.candidates)
     one = Choice("ddp", 8, 1, 8, "bf16")
-    adamw, soap = (memory_of(replace(made.workload, optimizer=name), one, made.cluster) for name in ("adamw", "soap"))
+    adamw, soap = (
+        estimate_memory(replace(made.workload, optimizer=name), one, made.cluster) for name in ("adamw", "soap")
+    )
     wide, narrow = 4096**2, 1024**2  # sides of 14336 have none
     squares = 32 * (2 * 2 * wide + 2 * (wide + narrow) + 3 * wide)
     assert soap.parts["optimizer state"] - adamw.parts["optimizer state"] == pytest.approx(2 * 4 * squares, rel=1e-3)
@@ -369,23 +378,25 @@ def test_what_is_not_installed_is_not_chosen() -> None:
 
 def test_worlds_are_no_larger_than_the_batch_and_whole_nodes() -> None:
     cluster = parse_machine("4x8xH100")
-    assert worlds(work(SMALL, 1000), cluster, Constraints({})) == (32, 16, 8, 1)
+    assert list_worlds(work(SMALL, 1000), cluster, Constraints({})) == (32, 16, 8, 1)
     # Where some have no row, all can hold shards.
-    assert worlds(work(SMALL, 20), cluster, Constraints({})) == (16, 8, 1, 32)
-    assert worlds(work(SMALL, 3), cluster, Constraints({})) == (3, 1, 8, 32)
+    assert list_worlds(work(SMALL, 20), cluster, Constraints({})) == (16, 8, 1, 32)
+    assert list_worlds(work(SMALL, 3), cluster, Constraints({})) == (3, 1, 8, 32)
     fives = Constraints({}, why_not=lambda n, given_up: "no multiple of 5" if n % 5 else "")
-    assert worlds(work(SMALL, 1000), cluster, fives) == (30,)
+    assert list_worlds(work(SMALL, 1000), cluster, fives) == (30,)
 
 
 def test_replicas_are_whole_nodes() -> None:
     cluster = parse_machine("8x8xH100")
-    sizes = {layout.replicate_size for layout in layouts(64, cluster, Constraints({}))}
+    sizes = {layout.replicate_size for layout in iterate_layouts(64, cluster, Constraints({}))}
     assert sizes == {1, 2, 4, 8}
 
 
 def test_micro_batches_that_contradict_are_none() -> None:
-    assert micro_batches(work(SMALL, 8, packed=False), 2, Constraints({"gradient_accumulation_steps": 3})) == []
-    assert micro_batches(work(SMALL, 8, packed=False), 2, Constraints({"gradient_accumulation_steps": 2})) == [(2, 2)]
+    assert list_micro_batches(work(SMALL, 8, packed=False), 2, Constraints({"gradient_accumulation_steps": 3})) == []
+    assert list_micro_batches(work(SMALL, 8, packed=False), 2, Constraints({"gradient_accumulation_steps": 2})) == [
+        (2, 2)
+    ]
     with pytest.raises(RequestError, match="gradient_accumulation_steps 3"):
         fixed = {"gradient_accumulation_steps": 3, "num_processes": 2}
         make_plan(Constraints(fixed), work(SMALL, 8, packed=False), parse_machine("2xH100"))
@@ -393,9 +404,9 @@ def test_micro_batches_that_contradict_are_none() -> None:
 
 def test_wishes_are_what_a_recipe_says() -> None:
     base = ["task=sft", "model.name=x", "data.train=pydoc"]
-    assert constraints_of(recipe_of(base, "test")).fixed == {}
+    assert build_constraints(build_recipe(base, "test")).fixed == {}
     asked = ["parallel.strategy=fsdp", "parallel.reshard_after_forward=true", "train.micro_batch_size=2"]
-    fixed = constraints_of(recipe_of([*base, *asked], "test")).fixed
+    fixed = build_constraints(build_recipe([*base, *asked], "test")).fixed
     assert fixed == {"strategy": "fsdp", "reshard_after_forward": True, "micro_batch_size": 2}
 
 
@@ -443,15 +454,15 @@ def test_a_machine_without_gpus_is_told_of_one_that_would_do() -> None:
 
 def test_what_contradicts_more_devices_is_given_up_with_them() -> None:
     asked = ["task=sft", "model.name=Qwen/Qwen2.5-7B", "data.train=pydoc", "parallel.strategy=single"]
-    constraints = constraints_of(recipe_of([*asked, "parallel.num_processes=1"], "test"))
+    constraints = build_constraints(build_recipe([*asked, "parallel.num_processes=1"], "test"))
     made = make_plan(constraints, work("Qwen/Qwen2.5-7B"), parse_machine("1xA100-40GB"))
     assert any("parallel.strategy=auto parallel.num_processes=auto" in way.change for way in made.suggestions)
 
 
 def test_a_strategy_that_other_keys_ask_for_is_not_given_up() -> None:
     asked = ["task=sft", f"model.name={LARGE}", "data.train=pydoc", "parallel.strategy=fsdp"]
-    assert constraints_of(recipe_of(asked, "test")).bound == frozenset()
-    wrapped = constraints_of(recipe_of([*asked, "parallel.wrap=[LlamaDecoderLayer]"], "test"))
+    assert build_constraints(build_recipe(asked, "test")).bound == frozenset()
+    wrapped = build_constraints(build_recipe([*asked, "parallel.wrap=[LlamaDecoderLayer]"], "test"))
     assert wrapped.bound == {"strategy"}
     changes = [way.change for way in make_plan(wrapped, work(LARGE), parse_machine("1xRTX4090")).suggestions]
     assert changes and not any("parallel.strategy=auto" in change for change in changes)
@@ -459,7 +470,7 @@ def test_a_strategy_that_other_keys_ask_for_is_not_given_up() -> None:
 
 def test_a_very_large_batch_is_planned_at_once() -> None:
     workload = work(SMALL, 10**9)
-    sizes = micro_batches(workload, 1, Constraints({}))
+    sizes = list_micro_batches(workload, 1, Constraints({}))
     assert sizes[-1] == (1, 10**9) and sizes[0][0] * 2048 <= 2**24 and len(sizes) < 30
     assert all(rows * passes >= 10**9 for rows, passes in sizes)
 
@@ -472,9 +483,9 @@ def test_every_nth_of_fewer_blocks_is_refused() -> None:
 def test_what_is_compiled_is_compared_as_the_others_are() -> None:
     made = plan(SMALL, "8xH100", steps=100_000)
     assert made.chosen.choice.compile and made.search.best is not None and not made.search.best.choice.compile
-    fsdp = next(line for line in table(made) if line.startswith(" fsdp"))
+    fsdp = next(line for line in format_candidates(made) if line.startswith(" fsdp"))
     assert "same speed" in fsdp or "1.0" in fsdp
-    assert any("chosen; compiled" in line for line in table(made))
+    assert any("chosen; compiled" in line for line in format_candidates(made))
 
 
 def test_a_disturbed_calibration_is_told() -> None:

@@ -6,11 +6,16 @@ from typing import Any
 import pytest
 
 from tests.support.measured import measurement
-from trainwright.machine.describe import Cluster, cluster_of, parse_machine
+from trainwright.machine.describe import Cluster, build_cluster, parse_machine
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, Curve, Exchanged, InStep, ProcessRates
-from trainwright.planning.step_time.rates import Group, Rates, nominal_setting
-from trainwright.planning.step_time.step import StepTime, model_operations, step_time, typical_batch
+from trainwright.planning.step_time.rates import Group, Rates, build_nominal_setting
+from trainwright.planning.step_time.step import (
+    StepTime,
+    build_typical_batch,
+    count_model_operations,
+    estimate_step_time,
+)
 from trainwright.planning.step_time.update import LAUNCHES_OF_STACK, Update
 from trainwright.planning.step_time.work import Pricing
 from trainwright.planning.trace.catalog import find_model
@@ -64,7 +69,7 @@ def choice(strategy: Any = "fsdp", processes: int = 8, **changed: Any) -> Choice
 
 
 def timed(made: Choice | None = None, work: Workload | None = None, cluster: Cluster = H100) -> StepTime:
-    return step_time(work or workload(), made or choice(), cluster, Rates(cluster))
+    return estimate_step_time(work or workload(), made or choice(), cluster, Rates(cluster))
 
 
 # Worked by hand: queries and output 64 x 64, keys and values 64 x 32, and three matrices of 64 x 176.
@@ -77,36 +82,38 @@ def test_operations_are_six_of_each_parameter_and_token_and_attention() -> None:
     products = 6 * tokens * 2 * BLOCK + 6 * targets * 256 * 64
     pairs = 4 * (length * (length + 1) // 2)
     attention = 12 * 2 * 64 * pairs
-    assert model_operations(small) == products + attention
+    assert count_model_operations(small) == products + attention
 
 
 def test_operations_of_documents_in_packs_are_those_inside_documents() -> None:
     whole = workload(llama(), row_tokens=64, global_batch_rows=1, batch_tokens=64)
     parts = replace(whole, document_tokens=16)
     attention = 12 * 2 * 64 * (64 * 65 // 2 - 4 * (16 * 17 // 2))
-    assert model_operations(whole) - model_operations(parts) == attention
+    assert count_model_operations(whole) - count_model_operations(parts) == attention
 
 
 def test_operations_of_an_adapter_leave_out_the_gradients_of_what_is_frozen() -> None:
     full = workload(llama(), row_tokens=32, global_batch_rows=1, batch_tokens=32)
-    lora = replace(full, model=full.model.adapted(AdapterSection(type="lora", rank=4, targets=["q_proj", "down_proj"])))
+    lora = replace(
+        full, model=full.model.add_adapter(AdapterSection(type="lora", rank=4, targets=["q_proj", "down_proj"]))
+    )
     frozen = 2 * 32 * (2 * BLOCK + 256 * 64)
     added = 6 * 32 * 2 * 4 * ((64 + 64) + (64 + 176))
-    assert model_operations(full) - model_operations(lora) == frozen - added
+    assert count_model_operations(full) - count_model_operations(lora) == frozen - added
 
 
 def test_operations_of_a_window_end_with_it() -> None:
     a = llama(model_type="mistral", sliding_window=8)
     work = workload(a, row_tokens=32, global_batch_rows=1, batch_tokens=32)
     seen = sum(min(position, 8) for position in range(1, 33))
-    assert model_operations(work) == 6 * 32 * (2 * BLOCK + 256 * 64) + 12 * 2 * 64 * seen
+    assert count_model_operations(work) == 6 * 32 * (2 * BLOCK + 256 * 64) + 12 * 2 * 64 * seen
 
 
 def test_operations_of_experts_are_those_that_a_token_goes_to() -> None:
     sparse = llama(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
     work = workload(sparse, row_tokens=32, global_batch_rows=1, batch_tokens=32)
     block = BLOCK - 3 * 64 * 176 + 2 * 3 * 64 * 176 + 8 * 64
-    assert model_operations(work) == 6 * 32 * (2 * block + 256 * 64) + 12 * 2 * 64 * (32 * 33 // 2)
+    assert count_model_operations(work) == 6 * 32 * (2 * block + 256 * 64) + 12 * 2 * 64 * (32 * 33 // 2)
 
 
 def test_processes_share_the_updates_of_matrices() -> None:
@@ -117,7 +124,7 @@ def test_processes_share_the_updates_of_matrices() -> None:
         added = []
         for processes in (2, 8):
             made = choice(strategy, processes)
-            with_muon, without = (step_time(one, made, H100, rates).parts for one in (muon, adamw))
+            with_muon, without = (estimate_step_time(one, made, H100, rates).parts for one in (muon, adamw))
             added.append({part: with_muon[part] - without[part] for part in with_muon})
         assert added[1]["optimizer"] == pytest.approx(added[0]["optimizer"] / 4, rel=0.05), strategy
         assert 0 < added[1]["communication"] < added[1]["optimizer"]
@@ -126,7 +133,7 @@ def test_processes_share_the_updates_of_matrices() -> None:
 def test_equal_matrices_are_updated_together_on_one_gpu() -> None:
     """Thirty small matrices take as many launches as one."""
     speeds = Rates(parse_machine("1xH100")).setting(1)
-    pricing = Pricing(speeds, typical_batch(workload(), choice()), "bf16", on_gpu=True, vocabulary=128256)
+    pricing = Pricing(speeds, build_typical_batch(workload(), choice()), "bf16", on_gpu=True, vocabulary=128256)
     launch, single = speeds.launch, choice("single", 1)
     update = Update(single, pricing, 10**6, 10**6, matrices=30, width=2, orthogonalized=((64, 48),) * 30)
     alone = replace(update, orthogonalized=((64, 48),))
@@ -137,7 +144,7 @@ def test_equal_matrices_are_updated_together_on_one_gpu() -> None:
 
 def test_rows_of_texts_are_prepared_while_a_gpu_computes() -> None:
     rates, made = Rates(H100), choice()
-    data = [step_time(workload(texts=texts), made, H100, rates).parts["data"] for texts in (True, False)]
+    data = [estimate_step_time(workload(texts=texts), made, H100, rates).parts["data"] for texts in (True, False)]
     assert data[0] == 0 < data[1]
 
 
@@ -145,7 +152,7 @@ def test_the_share_of_a_gpus_peak_is_of_its_datasheet_also_where_it_was_measured
     one = parse_machine("1xH200")
     quick = measurement({(1, 1): 250e12})  # its largest products reach half of the peak
     for rates in (Rates(one), Rates(one, measurement=quick)):
-        time = step_time(workload(), choice("single", 1), one, rates)
+        time = estimate_step_time(workload(), choice("single", 1), one, rates)
         assert time.peak == pytest.approx(989.4e12) and time.peak_is_nominal
 
 
@@ -262,7 +269,7 @@ def test_products_in_fewer_bits_are_faster_by_the_datasheet() -> None:
 
 @pytest.mark.slow
 def test_a_frozen_model_is_faster_to_train() -> None:
-    lora = timed(work=workload(LARGE.adapted(AdapterSection(type="lora", rank=16))))
+    lora = timed(work=workload(LARGE.add_adapter(AdapterSection(type="lora", rank=16))))
     assert 0.6 < lora.parts["matrix products"] / timed().parts["matrix products"] < 0.85
     assert lora.parts["optimizer"] < timed().parts["optimizer"] / 5
 
@@ -270,15 +277,17 @@ def test_a_frozen_model_is_faster_to_train() -> None:
 def test_the_busiest_process_decides() -> None:
     # Three packs for two processes: one has two of them.
     work = Workload(llama(), row_tokens=1000, global_batch_rows=3, batch_tokens=2500)
-    assert typical_batch(work, choice("ddp", 2, micro_batch_size=1, gradient_accumulation_steps=2)).tokens == 1000
-    alone = typical_batch(work, choice("single", 1, micro_batch_size=3, gradient_accumulation_steps=1))
+    assert build_typical_batch(work, choice("ddp", 2, micro_batch_size=1, gradient_accumulation_steps=2)).tokens == 1000
+    alone = build_typical_batch(work, choice("single", 1, micro_batch_size=3, gradient_accumulation_steps=1))
     assert alone.tokens == 2500
 
 
 def test_padded_rows_are_as_long_as_the_longest_beside_them() -> None:
     work = Workload(llama(), 100, 16, packed=False, document_tokens=60, longest_document=100, batch_tokens=16 * 60)
     lengths = [
-        typical_batch(work, choice("single", 1, micro_batch_size=rows, gradient_accumulation_steps=16 // rows)).length
+        build_typical_batch(
+            work, choice("single", 1, micro_batch_size=rows, gradient_accumulation_steps=16 // rows)
+        ).length
         for rows in (1, 4, 16)
     ]
     assert lengths[0] == 60 and lengths[2] == 100 and 60 < lengths[1] < 100
@@ -326,12 +335,12 @@ def test_a_collective_in_a_step_waits_and_is_slower_than_alone() -> None:
 
 
 def test_kernels_in_a_step_take_what_whole_passes_told() -> None:
-    cpu = cluster_of(Machine("here", "Some CPU", 2, 2**34, ()))
-    alone = replace(nominal_setting(cpu, 1), in_step={})
+    cpu = build_cluster(Machine("here", "Some CPU", 2, 2**34, ()))
+    alone = replace(build_nominal_setting(cpu, 1), in_step={})
     inside = {"bf16": InStep(products=1.5, attention=2.0, traffic=3.0, host=1e-4)}
     small, single = workload(llama()), choice("single", 1, threads=2)
     before, after = (
-        step_time(small, single, cpu, Rates(cpu, Calibration("", "", {}, (made,), {}))).parts
+        estimate_step_time(small, single, cpu, Rates(cpu, Calibration("", "", {}, (made,), {}))).parts
         for made in (alone, replace(alone, in_step=inside))
     )
     assert after["matrix products"] == pytest.approx(1.5 * before["matrix products"])
@@ -363,8 +372,8 @@ def test_what_a_device_computes_of_any_family_is_within_what_such_steps_reach(na
 
 
 def test_products_that_are_counted_together_are_priced_by_their_flops() -> None:
-    setting = nominal_setting(H100, 1)
-    pricing = Pricing(setting, typical_batch(workload(), choice()), "bf16", on_gpu=True, vocabulary=128256)
+    setting = build_nominal_setting(H100, 1)
+    pricing = Pricing(setting, build_typical_batch(workload(), choice()), "bf16", on_gpu=True, vocabulary=128256)
     flops = 2 * 4096**3
 
     def products(launches: int, flops: int) -> float:
@@ -379,7 +388,7 @@ def test_an_optimizer_takes_its_own_time_and_an_average_adds_to_it() -> None:
     choice, rates = Choice("single", 1, 8, 1, "bf16"), Rates(parse_machine("1xA100-80GB"))
 
     def update(**more: Any) -> float:
-        return step_time(workload(**more), choice, parse_machine("1xA100-80GB"), rates).parts["optimizer"]
+        return estimate_step_time(workload(**more), choice, parse_machine("1xA100-80GB"), rates).parts["optimizer"]
 
     adamw = update()
     assert update(optimizer="adamw_8bit") < adamw < update(optimizer="lion") < update(optimizer="schedule_free_adamw")
@@ -390,7 +399,7 @@ def test_an_optimizer_takes_its_own_time_and_an_average_adds_to_it() -> None:
 def test_soap_takes_the_products_of_its_bases_on_every_process() -> None:
     """Of one matrix of 4096 x 1024: four products with each side's square, and a tenth of those that refresh it."""
     speeds = Rates(parse_machine("1xH100")).setting(1)
-    pricing = Pricing(speeds, typical_batch(workload(), choice()), "bf16", on_gpu=True, vocabulary=128256)
+    pricing = Pricing(speeds, build_typical_batch(workload(), choice()), "bf16", on_gpu=True, vocabulary=128256)
 
     def seconds(processes: int, *bases: tuple[int, int]) -> float:
         made = choice("ddp" if processes > 1 else "single", processes)

@@ -10,11 +10,11 @@ import pytest
 
 from trainwright.machine.describe import parse_machine
 from trainwright.planning.candidates import Constraints
-from trainwright.planning.facts import facts_of
-from trainwright.planning.memory.peak import Memory, memory_of
+from trainwright.planning.facts import build_facts
+from trainwright.planning.memory.peak import Memory, estimate_memory
 from trainwright.planning.plan import make_plan
 from trainwright.planning.step_time.rates import Rates
-from trainwright.planning.step_time.step import step_time
+from trainwright.planning.step_time.step import estimate_step_time
 from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.schema import RecipeSchema
 
@@ -47,12 +47,12 @@ def workload(tmp_path: Path, adapter: str = "none", trainable: list[str] | None 
             "unlearn": unlearn,
         }
     )
-    return facts_of(recipe).workload
+    return build_facts(recipe).workload
 
 
 def memory(found: Workload, strategy: str = "single", processes: int = 1) -> Memory:
     choice = Choice(strategy, processes, 1, 4, "no")  # type: ignore[arg-type]
-    return memory_of(found, choice, parse_machine("2xH100"))
+    return estimate_memory(found, choice, parse_machine("2xH100"))
 
 
 def test_an_example_is_a_forget_row_and_a_retain_row(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_blocks_after_the_layer_of_rmu_take_no_time(tmp_path: Path) -> None:
     choice, cluster = Choice("single", 1, 1, 4, "no"), parse_machine("1xH100")
     rates = Rates(cluster)
     early, late = (
-        step_time(workload(tmp_path, objective="rmu", layer=layer), choice, cluster, rates) for layer in (0, 3)
+        estimate_step_time(workload(tmp_path, objective="rmu", layer=layer), choice, cluster, rates) for layer in (0, 3)
     )
     assert early.parts["matrix products"] == pytest.approx(late.parts["matrix products"] / 4)
     assert early.operations < late.operations / 2

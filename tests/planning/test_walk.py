@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from trainwright.planning.memory.fsdp import FsdpMemory
-from trainwright.planning.memory.inventory import Inventory, inventory
+from trainwright.planning.memory.inventory import Inventory, build_inventory
 from trainwright.planning.memory.replicated import ReplicatedMemory
 from trainwright.planning.memory.walk import Flow, Order, Route, Walk
 from trainwright.planning.memory.zero import ZeroMemory
@@ -67,7 +67,7 @@ def walked(model: SizedModel, flow: Flow | None = None, micro_batches: int = 1, 
 
 
 def route(model: SizedModel, flow: Flow, micro_batches: int = 1) -> Route:
-    return Route(inventory(model, 4), flow, Order.of(model), Order.of(model), micro_batches)
+    return Route(build_inventory(model, 4), flow, Order.of(model), Order.of(model), micro_batches)
 
 
 def test_activations_pile_up_to_the_loss_and_go_in_the_backward_pass() -> None:
@@ -96,7 +96,7 @@ def test_offloaded_activations_come_back_a_block_ahead() -> None:
 
 def test_a_unit_of_which_nothing_is_trained_has_no_gradients() -> None:
     frozen, memory = model(trainable=False), Choice("single", 1, 1, 1, "no")
-    flow = ReplicatedMemory(inventory(frozen, 4), memory, "adamw", on_gpu=True).flow()
+    flow = ReplicatedMemory(build_inventory(frozen, 4), memory, "adamw", on_gpu=True).flow()
     assert walked(frozen, flow).backward.parts()["gradients"] == 0 == flow.allocated.total
 
 
@@ -108,7 +108,7 @@ def memory_of(kind: Any, strategy: str, held: Inventory, **changed: Any) -> Any:
 @pytest.mark.parametrize("tied", [False, True])
 def test_all_gradients_of_a_replicated_model_are_there_in_the_end(tied: bool) -> None:
     sized = model(tied=tied)
-    held = inventory(sized, 4)
+    held = build_inventory(sized, 4)
     assert held.trained == (1 if tied else 2) * 40 + BLOCKS * 36
     flow = memory_of(ReplicatedMemory, "ddp", held).flow()
     assert route(sized, flow, 2).gradients == 4 * held.trained
@@ -120,7 +120,7 @@ def test_weights_without_masters_take_two_bytes_and_so_do_gradients_of_one_micro
     kind: Any, strategy: str, copies: int
 ) -> None:
     """Besides the masters and the fp32 gradients of the part that is updated: here all of it."""
-    held = inventory(model(), 2)
+    held = build_inventory(model(), 2)
     share = held.trained // copies
     for passes, gradients in ((1, 2 + 4), (2, 4)):
         choice = Choice(strategy, copies, 1, passes, "bf16")
@@ -133,7 +133,7 @@ def test_weights_without_masters_take_two_bytes_and_so_do_gradients_of_one_micro
 
 def test_fsdp_gathers_a_block_at_a_time_and_its_ends_throughout() -> None:
     sized = model()
-    held = inventory(sized, 4)
+    held = build_inventory(sized, 4)
     flow = memory_of(FsdpMemory, "fsdp", held).flow()
     flow.begin(True, True)
     ends, one = 4 * 80, 4 * (32 + 4)
@@ -157,7 +157,7 @@ def test_fsdp_gathers_a_block_at_a_time_and_its_ends_throughout() -> None:
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_a_step_of_zero_ends_with_what_its_stage_keeps(strategy: str) -> None:
     sized = model()
-    held = inventory(sized, 4)
+    held = build_inventory(sized, 4)
     memory = memory_of(ZeroMemory, strategy, held)
     flow = memory.flow()
     begins, begin = [], flow.begin
@@ -181,14 +181,16 @@ def test_zero3_reduces_a_block_larger_than_a_bucket_as_its_gradients_arrive() ->
     gradients = []
     for blocks in (3, 20):
         sized = ModelTrace((embedding, large, head), (0, *[1] * blocks, 2), FACTS)
-        flow = memory_of(ZeroMemory, "zero3", inventory(sized, 4)).flow()
+        flow = memory_of(ZeroMemory, "zero3", build_inventory(sized, 4)).flow()
         gradients.append(walked(sized, flow).backward.parts()["gradients"])
     assert gradients[0] == gradients[1] < 4 * 5 * 10**8
 
 
 def test_zero3_gathers_the_embedding_before_it_prefetches_the_rest() -> None:
     """Through a copy on a CPU; what is prefetched is copied out of its buffer (AllGatherCoalescedHandle.wait)."""
-    memory = ZeroMemory(inventory(model(), 4), Choice("zero3", 2, 1, 1, "no"), OptimizerState("adamw"), on_gpu=False)
+    memory = ZeroMemory(
+        build_inventory(model(), 4), Choice("zero3", 2, 1, 1, "no"), OptimizerState("adamw"), on_gpu=False
+    )
     flow = memory.flow()
     flow.begin(True, True)
     embedding, rest = 4 * 40, 4 * (BLOCKS * 32 + 40)
@@ -196,7 +198,7 @@ def test_zero3_gathers_the_embedding_before_it_prefetches_the_rest() -> None:
 
 
 def test_zero3_releases_what_is_outside_the_blocks_after_the_last_gradients_are_reduced() -> None:
-    held = inventory(model(), 4)
+    held = build_inventory(model(), 4)
     flow = memory_of(ZeroMemory, "zero3", held).flow()
     flow.begin(True, True)
     for unit in range(held.units):
@@ -213,7 +215,7 @@ def test_zero3_releases_the_frozen_parameters_of_a_block_when_its_backward_pass_
     embedding, _, head = model(trainable=False).units
     weights = TracedParameter("up.weight", (8, 4), False, 4), TracedParameter("lora_A.weight", (2, 4), True, 4)
     adapted = block()._replace(parameters=weights)
-    held = inventory(ModelTrace((embedding, adapted, head), (0, *[1] * BLOCKS, 2), FACTS), 4)
+    held = build_inventory(ModelTrace((embedding, adapted, head), (0, *[1] * BLOCKS, 2), FACTS), 4)
     for name in ("lora_A.weight", ""):  # one by one, or all gradients of a block at once
         flow = memory_of(ZeroMemory, "zero3", held).flow()
         flow.begin(True, True)
@@ -228,14 +230,14 @@ def test_zero3_releases_the_frozen_parameters_of_a_block_when_its_backward_pass_
 
 
 def test_one_route_serves_batches_of_every_size() -> None:
-    small, flow = model(), memory_of(FsdpMemory, "fsdp", inventory(model(), 4)).flow()
-    large = small.in_order()[1].backward._replace(
+    small, flow = model(), memory_of(FsdpMemory, "fsdp", build_inventory(model(), 4)).flow()
+    large = small.list_units()[1].backward._replace(
         moments=(Moment("up.weight", (10**6,), 0), *block().backward.moments[1:])
     )
     larger = ModelTrace((small.units[0], small.units[1]._replace(backward=large), small.units[2]), small.order, FACTS)
     shared = route(small, flow, 3)
     for first, later in ((small, larger), (larger, small), (small, small)):
-        alone = route(first, memory_of(FsdpMemory, "fsdp", inventory(model(), 4)).flow(), 3)
+        alone = route(first, memory_of(FsdpMemory, "fsdp", build_inventory(model(), 4)).flow(), 3)
         walks = [Walk(one, first, later) for one in (shared, alone)]
         assert walks[0].backward.parts() == walks[1].backward.parts()
         assert (walks[0].backward.total > 10**6) == (larger in (first, later))

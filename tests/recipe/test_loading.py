@@ -188,7 +188,7 @@ def test_packs_may_be_divided_into_a_fixed_number_of_micro_batches(write: Write)
 
 
 def test_a_study_is_no_recipe() -> None:
-    assert load_study(STUDY, ["benchmark=tofu:forget05"]).unlearning(
+    assert load_study(STUDY, ["benchmark=tofu:forget05"]).build_unlearning_recipe(
         "npo", Path("full"), {"forget": "f", "retain": "r"}
     )
     with pytest.raises(RequestError, match="is an unlearning study, not a recipe; run trainwright unlearn-study"):

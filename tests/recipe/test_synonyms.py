@@ -12,11 +12,11 @@ import pytest
 
 from tests.recipe.conftest import SMALLEST
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.problems import meaning_of
-from trainwright.recipe.schema import recipe_model
-from trainwright.recipe.synonyms import SECTION_WORDS, SECTIONS, OwnKey, answers, our_key
+from trainwright.recipe.problems import find_meaning
+from trainwright.recipe.schema import build_recipe_model
+from trainwright.recipe.synonyms import SECTION_WORDS, SECTIONS, OwnKey, list_answers, look_up_key
 
-NAMES = [(name, answer) for answer, names in answers().items() for name in names.split()]
+NAMES = [(name, answer) for answer, names in list_answers().items() for name in names.split()]
 Refusal = Callable[..., list[str]]
 
 
@@ -103,15 +103,15 @@ def test_a_sentence_with_dollars_is_no_placeholder(write: Callable[..., Path]) -
 
 
 def test_every_answer_names_keys_of_the_schema() -> None:
-    sections = "|".join(recipe_model().model_fields)
-    keys = {answer.key for answer in answers() if isinstance(answer, OwnKey)} | set(SECTIONS.values())
+    sections = "|".join(build_recipe_model().model_fields)
+    keys = {answer.key for answer in list_answers() if isinstance(answer, OwnKey)} | set(SECTIONS.values())
     keys |= {f"{section}.{key}" for section, key in SECTION_WORDS.items()}
-    for answer in answers():
+    for answer in list_answers():
         text = answer.note or "" if isinstance(answer, OwnKey) else answer
         keys |= set(re.findall(rf"\b(?:{sections})\.[a-z_]+", text))
     assert len(keys) > 60
     for key in keys:
-        model: Any = recipe_model()
+        model: Any = build_recipe_model()
         for part in key.split("."):
             annotation = model.model_fields[part].annotation
             model = next((kind for kind in (annotation, *get_args(annotation)) if hasattr(kind, "model_fields")), None)
@@ -120,10 +120,12 @@ def test_every_answer_names_keys_of_the_schema() -> None:
 def test_no_name_of_another_tool_is_a_key_at_its_place_or_has_two_answers() -> None:
     assert len(dict(NAMES)) == len(NAMES)
     for name, answer in NAMES:
-        assert meaning_of(name) == answer, name
+        assert find_meaning(name) == answer, name
 
 
-@pytest.mark.parametrize("answer", [item for item in answers() if isinstance(item, OwnKey) and item.value], ids=str)
+@pytest.mark.parametrize(
+    "answer", [item for item in list_answers() if isinstance(item, OwnKey) and item.value], ids=str
+)
 def test_every_suggested_value_is_one_of_its_key(write: Callable[..., Path], answer: OwnKey) -> None:
     try:
         load_recipe(write(SMALLEST), [f"{answer.key}={answer.value}"])
@@ -135,7 +137,7 @@ def test_every_training_argument_has_an_answer() -> None:
     from transformers import TrainingArguments
 
     names = [field.name for field in dataclasses.fields(TrainingArguments) if not field.name.startswith("_")]
-    sections = [kind for field in recipe_model().model_fields.values() for kind in (field.annotation,)]
+    sections = [kind for field in build_recipe_model().model_fields.values() for kind in (field.annotation,)]
     ours = {key for kind in sections if hasattr(kind, "model_fields") for key in kind.model_fields}
     assert len(names) > 100
-    assert [name for name in names if our_key(name) is None and name not in ours] == []
+    assert [name for name in names if look_up_key(name) is None and name not in ours] == []

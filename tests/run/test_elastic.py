@@ -13,12 +13,12 @@ from tests.support.ledgers import whole_ledger
 from tests.support.runs import ON_ROWS, Runs, column, difference, events
 from trainwright.engine.event_reader import read_log
 from trainwright.errors import MachineError
-from trainwright.recipe.checks import usable_processes
+from trainwright.recipe.checks import list_usable_processes
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.parallel import ProcessRange
-from trainwright.run.launches import Elastic, devices_for
+from trainwright.run.launches import Elastic, build_device_limit
 from trainwright.run.shutdown.stop import RESIZE_AT_CHECKPOINT, RESIZE_NOW, RESIZE_SAVING, Stopping
-from trainwright.utils.text import ranges
+from trainwright.utils.text import format_ranges
 
 RANGE = "parallel.num_processes={min: 1, max: 3}"
 SETTINGS = (ON_ROWS, "data.validation=null", "checkpoint.every=4", "parallel.strategy=ddp")
@@ -116,7 +116,7 @@ def test_a_run_that_cannot_write_a_checkpoint_to_grow_goes_on_as_it_is(
 
 def test_more_processes_wait_for_a_checkpoint_and_fewer_do_not(tmp_path: Path) -> None:
     now, stopping = [0.0], Stopping()
-    elastic = Elastic(tmp_path, (1, 2, 4), devices_for(lambda: None), stopping, lambda: now[0])
+    elastic = Elastic(tmp_path, (1, 2, 4), build_device_limit(lambda: None), stopping, lambda: now[0])
     slots, flag = tmp_path / "slots", stopping.flags.resize
 
     def flags(seconds: int) -> list[int]:
@@ -159,7 +159,7 @@ def test_only_numbers_that_keep_the_rest_of_the_recipe_are_used(tmp_path: Path) 
         recipe = load_recipe(file)
         asked = recipe.parallel.num_processes
         assert isinstance(asked, ProcessRange)
-        return ranges(usable_processes(recipe, asked), " to ")
+        return format_ranges(list_usable_processes(recipe, asked), " to ")
 
     batch = "train: {max_steps: 1, global_batch_size: 8"
     assert usable(batch + "}\nparallel: {strategy: ddp, num_processes: {min: 2, max: 64}}") == "2 to 8"

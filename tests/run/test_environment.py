@@ -7,10 +7,10 @@ import pytest
 from trainwright.errors import MachineError, RequestError
 from trainwright.run.group.environment import (
     LaunchEnvironment,
+    compute_slurm_port,
     expand_nodes,
     read_environment,
     refuse_worker,
-    slurm_port,
 )
 
 TORCHRUN = {
@@ -121,7 +121,7 @@ def test_one_process_a_machine_without_local_ranks() -> None:
 def test_srun_takes_the_step_and_not_the_allocation() -> None:
     found = read_environment(SLURM)
     assert numbers(found) == (5, 7, 1, 3, 1, 2)
-    assert (found.launcher, found.address, found.port) == ("srun", "node01", slurm_port("4242", "1"))
+    assert (found.launcher, found.address, found.port) == ("srun", "node01", compute_slurm_port("4242", "1"))
     assert read_environment({**SLURM, "MASTER_PORT": "12345"}).port == 12345
     assert read_environment({**SLURM, "MASTER_ADDR": "other"}).address == "other"
 
@@ -134,9 +134,9 @@ def test_srun_on_one_node_leaves_the_port_to_be_found() -> None:
 
 
 def test_slurm_ports_differ_between_steps_and_are_no_ephemeral_ones() -> None:
-    ports = [slurm_port(str(job), str(step)) for job in range(900, 940) for step in range(3)]
+    ports = [compute_slurm_port(str(job), str(step)) for job in range(900, 940) for step in range(3)]
     assert all(1024 < port < 32768 for port in ports)
-    assert slurm_port("900", "0") != slurm_port("900", "1") != slurm_port("901", "0")
+    assert compute_slurm_port("900", "0") != compute_slurm_port("900", "1") != compute_slurm_port("901", "0")
 
 
 def test_allocation_without_srun_is_refused() -> None:

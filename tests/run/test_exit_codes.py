@@ -22,8 +22,8 @@ from tests.support.forked import Started
 from tests.support.runs import ON_ROWS, TINY, Runs
 from tests.support.workers import open_mpi, srun, start_workers
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_MACHINE, EXIT_REQUEST, EXIT_STOPPED, EXIT_TRAINING
-from trainwright.run.shutdown.exit_code import CODES_FILE, record_exit_code, record_start, recorded_code
-from trainwright.utils.heartbeat import heartbeat_directory, heartbeat_file, read
+from trainwright.run.shutdown.exit_code import CODES_FILE, read_exit_code, record_exit_code, record_start
+from trainwright.utils.heartbeat import build_heartbeat_path, create_heartbeat_directory, read
 
 _jobs = (f"{os.getpid()}{number:04}" for number in itertools.count())
 FIXED = (ON_ROWS, "data.validation=null", "logging.observers.tensorboard=false", "faults.restarts=off")
@@ -45,9 +45,9 @@ class Running:
     def kill(self, rank: int) -> None:
         """Kill a worker once it has trained."""
         self.wait_for_step()
-        directory = heartbeat_directory(self.run)
+        directory = create_heartbeat_directory(self.run)
         assert directory is not None
-        beat = wait_for(lambda: read(heartbeat_file(directory, rank)))
+        beat = wait_for(lambda: read(build_heartbeat_path(directory, rank)))
         psutil.Process(beat.pid).kill()
 
     def wait_for_step(self) -> None:
@@ -186,8 +186,8 @@ def test_the_last_attempt_of_torchrun_decides(
         record_start()
         for each in recorded:
             record_exit_code(each)
-    assert recorded_code(file, 1) == code
-    assert recorded_code(file, EXIT_FINISHED) == EXIT_FINISHED
+    assert read_exit_code(file, 1) == code
+    assert read_exit_code(file, EXIT_FINISHED) == EXIT_FINISHED
 
 
 def test_a_code_whose_reason_is_known_outweighs_those_of_broken_connections(
@@ -199,4 +199,4 @@ def test_a_code_whose_reason_is_known_outweighs_those_of_broken_connections(
     record_exit_code(EXIT_FAULT)
     record_exit_code(EXIT_TRAINING, outweighs=True)
     record_exit_code(EXIT_FAULT)
-    assert recorded_code(file, 1) == EXIT_TRAINING
+    assert read_exit_code(file, 1) == EXIT_TRAINING

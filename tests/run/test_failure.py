@@ -14,13 +14,13 @@ from trainwright.run.shutdown.failure import (
     Cause,
     EndedBySignal,
     MemoryFailure,
-    error_file,
-    error_record,
-    exit_code_of,
-    first_failure,
-    new_slot,
+    build_error_record,
+    create_slot,
+    find_first_failure,
+    locate_error_file,
+    look_up_exit_code,
+    read_slots,
     record_exception,
-    slot_records,
 )
 from trainwright.run.shutdown.stop import Stopping
 from trainwright.run.supervisor import run_workers
@@ -32,37 +32,37 @@ def fail(logs: Path, rank: int, time: float, text: str, known: bool = False, exi
         "extraInfo": {"py_callstack": f"Traceback: {text}", "timestamp": str(int(time))},
     }
     record = {"message": message, "time": time, "text": text, "known": known, "exit_code": exit_code}
-    error_file(logs, rank).write_text(json.dumps(record))
+    locate_error_file(logs, rank).write_text(json.dumps(record))
 
 
 def test_earliest_wins(tmp_path: Path) -> None:
     fail(tmp_path, 0, 100.7, "ValueError: second")
     fail(tmp_path, 1, 100.2, "ValueError: first")
-    failure = first_failure(tmp_path, 2, {0: 4, 1: 4}, False)
+    failure = find_first_failure(tmp_path, 2, {0: 4, 1: 4}, False)
     assert "rank 1 failed\nTraceback: ValueError: first" in failure.message
 
 
 def test_lost_connection_is_never_the_cause_where_there_is_another(tmp_path: Path) -> None:
     fail(tmp_path, 0, 100.1, "RuntimeError: Connection closed by peer [127.0.0.1]:4242")
     fail(tmp_path, 1, 100.2, "ValueError: cause")
-    assert "cause" in first_failure(tmp_path, 2, {0: 4, 1: 4}, False).message
+    assert "cause" in find_first_failure(tmp_path, 2, {0: 4, 1: 4}, False).message
 
 
 def test_killed_rank_is_the_cause_of_lost_connections(tmp_path: Path) -> None:
     fail(tmp_path, 0, 100.1, "RuntimeError: Connection reset by peer")
-    message = first_failure(tmp_path, 2, {0: 4, 1: -signal.SIGKILL}, out_of_memory=True).message
+    message = find_first_failure(tmp_path, 2, {0: 4, 1: -signal.SIGKILL}, out_of_memory=True).message
     assert message.startswith("rank 1 was killed by the kernel because the machine ran out of memory")
     assert "train.micro_batch_size" in message
 
 
 def test_rank_that_the_agent_took_down_is_not_the_cause(tmp_path: Path) -> None:
     fail(tmp_path, 1, 100.1, "ValueError: cause")
-    assert "cause" in first_failure(tmp_path, 2, {0: -signal.SIGTERM, 1: 4}, False).message
+    assert "cause" in find_first_failure(tmp_path, 2, {0: -signal.SIGTERM, 1: 4}, False).message
 
 
 def test_only_lost_connections_are_told_as_they_are(tmp_path: Path) -> None:
     fail(tmp_path, 0, 100.1, "RuntimeError: Connection reset by peer")
-    failure = first_failure(tmp_path, 2, {0: 4, 1: None}, False)
+    failure = find_first_failure(tmp_path, 2, {0: 4, 1: None}, False)
     assert "rank 0 lost its connection to another rank, and no rank reports another error" in failure.message
     assert "Connection reset" in failure.message and "Traceback" not in failure.message
     assert failure.cause is Cause.CONNECTION
@@ -70,10 +70,10 @@ def test_only_lost_connections_are_told_as_they_are(tmp_path: Path) -> None:
 
 def test_a_known_error_is_explained_below_its_traceback(tmp_path: Path) -> None:
     fail(tmp_path, 0, 100.1, "RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn")
-    message = first_failure(tmp_path, 1, {0: 4}, False).message
+    message = find_first_failure(tmp_path, 1, {0: 4}, False).message
     assert "\nnothing in the loss requires a gradient: " in message and "\n- before training: " in message
     fail(tmp_path, 0, 100.1, "ValueError: boom")
-    assert first_failure(tmp_path, 1, {0: 4}, False).message.count("\n") == 2
+    assert find_first_failure(tmp_path, 1, {0: 4}, False).message.count("\n") == 2
 
 
 @pytest.mark.parametrize(
@@ -90,11 +90,11 @@ def test_a_known_error_is_explained_below_its_traceback(tmp_path: Path) -> None:
 def test_a_rank_that_waited_is_not_the_cause(tmp_path: Path, waited: str) -> None:
     fail(tmp_path, 0, 100.1, waited)
     fail(tmp_path, 1, 100.2, "ValueError: cause")
-    assert first_failure(tmp_path, 2, {0: 4, 1: 4}, False).message.startswith("rank 1 failed")
+    assert find_first_failure(tmp_path, 2, {0: 4, 1: 4}, False).message.startswith("rank 1 failed")
 
 
 def test_native_crash_points_to_the_log(tmp_path: Path) -> None:
-    message = first_failure(tmp_path, 1, {0: -signal.SIGSEGV}, False).message
+    message = find_first_failure(tmp_path, 1, {0: -signal.SIGSEGV}, False).message
     assert "SIGSEGV" in message and "rank-0.log" in message
 
 
@@ -103,47 +103,47 @@ def test_memory_that_ran_out_is_told_apart(tmp_path: Path) -> None:
     errors: list[Exception] = [training, MemoryError(), RuntimeError("CUDA out of memory."), ValueError("another")]
     found = []
     for error in errors:
-        error_file(tmp_path, 0).write_text(json.dumps(error_record(error)))
-        found.append(first_failure(tmp_path, 1, {0: 4}, False).ran_out)
+        locate_error_file(tmp_path, 0).write_text(json.dumps(build_error_record(error)))
+        found.append(find_first_failure(tmp_path, 1, {0: 4}, False).ran_out)
     assert found[0] == MemoryFailure(0, "1 GiB asked for", in_training=True, step=3, rows=4)
     assert [each and each.in_training for each in found] == [True, False, False, None]
 
 
 def test_a_kill_is_for_memory_where_the_kernel_counted_one(tmp_path: Path) -> None:
     killed: dict[int, int | None] = {0: None, 1: -signal.SIGKILL}
-    counted = first_failure(tmp_path, 2, killed, out_of_memory=True).ran_out
+    counted = find_first_failure(tmp_path, 2, killed, out_of_memory=True).ran_out
     assert counted == MemoryFailure(1, "the kernel killed the process", in_training=True)
-    assert first_failure(tmp_path, 2, killed, out_of_memory=False).ran_out is None
+    assert find_first_failure(tmp_path, 2, killed, out_of_memory=False).ran_out is None
 
 
 def test_machine_error_keeps_its_exit_code(tmp_path: Path) -> None:
     fail(tmp_path, 0, 100.1, "no such GPU", known=True, exit_code=3)
-    failure = first_failure(tmp_path, 1, {0: 3}, False)
+    failure = find_first_failure(tmp_path, 1, {0: 3}, False)
     assert (failure.message, failure.exit_code) == ("no such GPU", 3)
 
 
 @pytest.mark.slow
 def test_a_rank_that_a_signal_has_ended_is_the_cause_of_what_others_say_of_connections(tmp_path: Path) -> None:
-    slots = {rank: new_slot() for rank in range(3)}
+    slots = {rank: create_slot() for rank in range(3)}
     record_exception(RuntimeError(f"[gloo/transport/tcp/pair.cc:534] {'x' * 200_000}"), slots[0])
     record_exception(EndedBySignal(2, signal.SIGTERM), slots[2])
     slots[1].value = b'{"time": 1'  # killed while it wrote
-    records = slot_records(slots)
+    records = read_slots(slots)
     assert records.keys() == {0, 2}
-    failure = first_failure(tmp_path, 3, {0: 4, 1: None, 2: 143}, False, records=records)
+    failure = find_first_failure(tmp_path, 3, {0: 4, 1: None, 2: 143}, False, records=records)
     assert failure.message.startswith("rank 2 was ended by an external SIGTERM") and failure.exit_code == 5
     # One that crashed is told of before one that may have been ended because of that.
-    crashed = first_failure(tmp_path, 3, {0: 4, 1: -signal.SIGSEGV, 2: 143}, False, records=records)
+    crashed = find_first_failure(tmp_path, 3, {0: 4, 1: -signal.SIGSEGV, 2: 143}, False, records=records)
     assert crashed.message.startswith("rank 1 crashed")
 
 
 def test_what_a_worker_ends_with_is_known_where_nothing_can_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slot = new_slot()
+    slot = create_slot()
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "rank-0.error.json"))
     record_exception(ValueError("boom"), slot)
-    assert "ValueError: boom" in first_failure(tmp_path, 1, {0: 4}, False, records=slot_records({0: slot})).message
+    assert "ValueError: boom" in find_first_failure(tmp_path, 1, {0: 4}, False, records=read_slots({0: slot})).message
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_what_a_worker_ends_with_is_known_where_nothing_can_be_written(
     ],
 )
 def test_an_exception_about_hardware_or_a_connection_has_the_code_of_a_fault(text: str, code: int) -> None:
-    assert exit_code_of(RuntimeError(text)) == code
+    assert look_up_exit_code(RuntimeError(text)) == code
 
 
 @pytest.mark.parametrize(
@@ -170,11 +170,11 @@ def test_an_exception_about_hardware_or_a_connection_has_the_code_of_a_fault(tex
 def test_a_rank_without_an_exception_has_the_code_of_what_ended_it(
     tmp_path: Path, ended: int, out_of_memory: bool, code: int
 ) -> None:
-    assert first_failure(tmp_path, 2, {0: None, 1: ended}, out_of_memory).exit_code == code
+    assert find_first_failure(tmp_path, 2, {0: None, 1: ended}, out_of_memory).exit_code == code
 
 
 def test_a_lost_node_is_a_fault(tmp_path: Path) -> None:
-    failure = first_failure(tmp_path, 2, {0: None}, False, gone="node 1 (b) is gone")
+    failure = find_first_failure(tmp_path, 2, {0: None}, False, gone="node 1 (b) is gone")
     assert (failure.exit_code, failure.cause) == (EXIT_FAULT, Cause.NODE)
     assert failure.message.startswith("node 1 (b) is gone; ")
 

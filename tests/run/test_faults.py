@@ -35,10 +35,10 @@ def changed(kind: str, step: int, **values: Any) -> Callable[[list[dict[str, Any
 @pytest.mark.slow
 def test_a_trial_sees_what_is_lost_repeated_or_wrong(runs: Runs) -> None:
     good = runs.trained("train.max_steps=4", "checkpoint.every=2", "checkpoint.keep_best=false")
-    invariants.complete_and_same(good, runs.copied(good), exact=True)
-    invariants.none_lost(good)
-    loss = next(e["loss"] for e in invariants.lines(good) if e["event"] == "step" and e["step"] == 3)
-    metrics = next(e["metrics"] for e in invariants.lines(good) if e["event"] == "evaluate" and e["step"] == 4)
+    invariants.check_complete_and_same(good, runs.copied(good), exact=True)
+    invariants.check_none_lost(good)
+    loss = next(e["loss"] for e in invariants.read_lines(good) if e["event"] == "step" and e["step"] == 3)
+    metrics = next(e["metrics"] for e in invariants.read_lines(good) if e["event"] == "evaluate" and e["step"] == 4)
     less_accurate = {**metrics, "token_accuracy": metrics["token_accuracy"] / 2}
 
     changes: list[tuple[str, Callable[[list[dict[str, Any]]], list[dict[str, Any]]]]] = [
@@ -59,21 +59,21 @@ def test_a_trial_sees_what_is_lost_repeated_or_wrong(runs: Runs) -> None:
         run = runs.copied(good)
         rewrite(run, change)
         with pytest.raises(InvariantBroken, match=message):
-            invariants.complete_and_same(run, good, exact=True)
+            invariants.check_complete_and_same(run, good, exact=True)
     rounded = runs.copied(good)
     rewrite(rounded, changed("step", 3, loss=loss * (1 + 1e-6)))
     rewrite(rounded, changed("evaluate", 4, metrics=less_accurate))  # of a token between two that are equally likely
-    invariants.complete_and_same(rounded, good, exact=False)
+    invariants.check_complete_and_same(rounded, good, exact=False)
     rewrite(rounded, changed("step", 3, loss=loss * (1 + 1e-4)))
     with pytest.raises(InvariantBroken, match="step 3: loss is"):
-        invariants.complete_and_same(rounded, good, exact=False)
+        invariants.check_complete_and_same(rounded, good, exact=False)
     lower = runs.copied(good)
     recipe = lower / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("mixed_precision: 'no'", "mixed_precision: bf16"))
-    invariants.complete_and_same(rounded, lower, exact=False)
+    invariants.check_complete_and_same(rounded, lower, exact=False)
     rewrite(rounded, changed("step", 2, learning_rate=1e-9))
     with pytest.raises(InvariantBroken, match="step 2: learning_rate is"):
-        invariants.complete_and_same(rounded, lower, exact=False)
+        invariants.check_complete_and_same(rounded, lower, exact=False)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_trial_sees_what_is_lost_repeated_or_wrong(runs: Runs) -> None:
 )
 def test_lower_precisions_are_compared_to_their_own_rounding(tmp_path: Path, precision: str, rounding: float) -> None:
     (tmp_path / "recipe.yaml").write_text(f"include: {TINY}\ntrain: {precision}\n")
-    assert invariants.rounding_of(tmp_path) == rounding
+    assert invariants.look_up_rounding(tmp_path) == rounding
 
 
 def test_a_trial_sees_checkpoints_and_models_that_are_not_whole(runs: Runs) -> None:
@@ -98,13 +98,13 @@ def test_a_trial_sees_checkpoints_and_models_that_are_not_whole(runs: Runs) -> N
         data = (run / newest / name).read_bytes()
         (run / newest / name).write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
         with pytest.raises(InvariantBroken, match=name):
-            invariants.none_lost(run)
+            invariants.check_none_lost(run)
     for removed, message in ((newest / "state.json", "state.json"), (newest, "step 4 was written, and")):
         run = runs.copied(good)
         path = run / removed
         path.unlink() if path.is_file() else path.rename(run / "elsewhere")
         with pytest.raises(InvariantBroken, match=message):
-            invariants.none_lost(run)
+            invariants.check_none_lost(run)
     run = runs.copied(good)
     weights = run / "final" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4])

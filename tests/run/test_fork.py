@@ -11,7 +11,7 @@ import trainwright as tw
 from tests.support.runs import ON_ROWS, Runs, difference, events
 from tests.support.slow import slow_but
 from trainwright.observe.reports.figures import RunFigures
-from trainwright.observe.reports.page import report_of
+from trainwright.observe.reports.page import build_report
 from trainwright.observe.watching.app import Board
 
 BASE = (ON_ROWS, "data.validation=8", "train.max_steps=8", "checkpoint.every=4", "checkpoint.keep_last=5")
@@ -119,7 +119,7 @@ def test_the_parent_is_shown(runs: Runs) -> None:
     run = forked(runs, f"{parent}@4")
     words = f"starts from step 4 of {parent} (sha256 "
     assert words in str(tw.compare(parent, run))
-    assert words in report_of(RunFigures.read(run))
+    assert words in build_report(RunFigures.read(run))
     board = Board(run.parent)
     while not board.look():
         pass

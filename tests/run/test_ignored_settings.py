@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.runs import TINY, Runs
 from trainwright.errors import RequestError
-from trainwright.run.group.environment import ignored_settings, rank_from_variables, refuse_more_nodes
+from trainwright.run.group.environment import list_ignored_settings, rank_from_variables, refuse_more_nodes
 from trainwright.run.group.failure_report import should_report
 
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}
@@ -34,7 +34,7 @@ def test_an_allocation_that_is_used_as_it_is_meant() -> None:
 
 
 def told(nodes: int | None = None, processes: int = 2, file: Path | None = None, **variables: str) -> list[str]:
-    return list(ignored_settings(nodes, processes, file, variables))
+    return list(list_ignored_settings(nodes, processes, file, variables))
 
 
 def test_what_is_not_followed_is_told_with_what_would() -> None:

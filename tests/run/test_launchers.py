@@ -517,10 +517,10 @@ def test_under_keeps_a_launcher_from_dying_of_the_signals_that_schedulers_send()
 def test_a_launcher_that_dies_of_slurms_signal_is_named_at_the_start(tmp_path: Path) -> None:
     parent = """if True:
         import os, signal
-        from trainwright.clusters.slurm.job_step import signal_warning
+        from trainwright.clusters.slurm.job_step import check_launcher_signals
         for _ in range(2):
             if os.fork() == 0:
-                print(signal_warning("torchrun"), flush=True)
+                print(check_launcher_signals("torchrun"), flush=True)
                 os._exit(0)
             os.wait()
             signal.signal(signal.SIGUSR1, print)

@@ -13,24 +13,24 @@ import pytest
 
 from tests.support.commands import PATIENCE, environment
 from tests.support.runs import TINY
-from trainwright.run.process import shortage
+from trainwright.run.process import check_process_limits
 
 
 def test_what_is_enough() -> None:
-    assert shortage(1024, 2**26, 2, 2) is None
-    assert shortage(None, None, 64, 512) is None
-    assert shortage(65536, 2**26, 8, 1024) is None
+    assert check_process_limits(1024, 2**26, 2, 2) is None
+    assert check_process_limits(None, None, 64, 512) is None
+    assert check_process_limits(65536, 2**26, 8, 1024) is None
 
 
 def test_too_few_files() -> None:
-    said = shortage(24, 2**26, 2, 2)
+    said = check_process_limits(24, 2**26, 2, 2)
     assert said is not None and "the limit of open files is 24 (ulimit -n)" in said and "`ulimit -n 1024`" in said
-    said = shortage(1024, 2**26, 8, 1024)
+    said = check_process_limits(1024, 2**26, 8, 1024)
     assert said is not None and "a run of 1024 processes needs 8448" in said
 
 
 def test_shared_memory_that_is_full() -> None:
-    said = shortage(1024, 4096, 2, 2)
+    said = check_process_limits(1024, 4096, 2, 2)
     assert said is not None and said.startswith("/dev/shm has 4,096 bytes free") and "--shm-size" in said
 
 

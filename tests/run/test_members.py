@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainwright.errors import MachineError
-from trainwright.run.group.device_slots import DeviceSlot, Member, device_slots
+from trainwright.run.group.device_slots import DeviceSlot, Member, assign_device_slots
 
 
 def member(local_rank: int, gpus: tuple[str, ...] = (), cores: tuple[int, ...] = (0, 1), host: str = "a") -> Member:
@@ -14,23 +14,23 @@ def member(local_rank: int, gpus: tuple[str, ...] = (), cores: tuple[int, ...] =
 
 def test_processes_that_see_the_same_gpus_use_those_of_their_local_ranks() -> None:
     everyone = [member(rank, ("x", "y")) for rank in range(2)]
-    assert device_slots(everyone) == [DeviceSlot(0, False, 2), DeviceSlot(1, False, 2)]
+    assert assign_device_slots(everyone) == [DeviceSlot(0, False, 2), DeviceSlot(1, False, 2)]
 
 
 def test_processes_that_see_one_gpu_each_use_their_first() -> None:
     everyone = [member(rank, (name,)) for rank, name in enumerate("xyz")]
-    assert [place.gpu for place in device_slots(everyone)] == [0, 0, 0]
+    assert [place.gpu for place in assign_device_slots(everyone)] == [0, 0, 0]
 
 
 def test_cores_of_ones_own_are_told_from_shared_ones() -> None:
     bound = [member(0, cores=(0, 1)), member(1, cores=(2, 3))]
-    assert [place.own_cores for place in device_slots(bound)] == [True, True]
-    assert [place.own_cores for place in device_slots([member(0), member(1)])] == [False, False]
+    assert [place.own_cores for place in assign_device_slots(bound)] == [True, True]
+    assert [place.own_cores for place in assign_device_slots([member(0), member(1)])] == [False, False]
 
 
 def test_several_machines_are_looked_at_each_for_itself() -> None:
     everyone = [member(rank, ("x", "y"), host=host) for host in "ab" for rank in range(2)]
-    assert [place.gpu for place in device_slots(everyone)] == [0, 1, 0, 1]
+    assert [place.gpu for place in assign_device_slots(everyone)] == [0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,12 @@ def test_several_machines_are_looked_at_each_for_itself() -> None:
 )
 def test_what_does_not_fit_is_refused(everyone: list[Member], named: str | None) -> None:
     if named is None:
-        assert [place.gpu for place in device_slots(everyone)] == [1, 0]
+        assert [place.gpu for place in assign_device_slots(everyone)] == [1, 0]
         return
     with pytest.raises(MachineError, match=named):
-        device_slots(everyone)
+        assign_device_slots(everyone)
 
 
 def test_what_is_posted_is_read_back() -> None:
     one = member(1, ("x",))
-    assert Member.read(dict(one.posted(), gpus=["x"], cores=[0, 1])) == one
+    assert Member.read(dict(one.to_plain(), gpus=["x"], cores=[0, 1])) == one

@@ -15,7 +15,7 @@ import pytest
 from tests.support.commands import PATIENCE, all_gone, descendants, python, started, wait_for
 from trainwright.errors import MachineError
 from trainwright.run.nodes import NodeFailed
-from trainwright.run.process import prepare_environment, run_in_child, threads_allowed
+from trainwright.run.process import count_allowed_threads, prepare_environment, run_in_child
 from trainwright.run.run_worker import _set_precision_of_fp32_products
 from trainwright.run.shutdown.stop import Stopping
 
@@ -106,7 +106,7 @@ def test_cores_are_shared_unless_the_user_says_otherwise(
         monkeypatch.delenv("OMP_NUM_THREADS")
     else:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
-    assert prepare_environment(cores, processes) == threads == threads_allowed()
+    assert prepare_environment(cores, processes) == threads == count_allowed_threads()
 
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -19,12 +19,12 @@ import pytest
 
 from tests.support.commands import PATIENCE, environment, wait_for
 from trainwright.errors import MachineError
-from trainwright.run.group.addresses import in_words, interface_of, to_listen_at
-from trainwright.run.group.peers import Job, Membership, job_of
+from trainwright.run.group.addresses import find_interface, format_address, resolve_own_address
+from trainwright.run.group.peers import Job, Membership, build_job
 from trainwright.run.group.rendezvous import Rendezvous, meet
 
 FIX = "take another port"
-JOB = job_of(2, ["recipe.yaml"], "slurm-7-0", {})
+JOB = build_job(2, ["recipe.yaml"], "slurm-7-0", {})
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_messages_to_a_member_that_does_not_read_arrive_whole_and_in_order(place
     first = meet("rank", Membership(0, 2, place, 10), JOB, FIX)
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(meet, "rank", Membership(1, 2, place, 10), JOB, FIX)
-        wait_for(lambda: first.listen() or first.peers.connected())
+        wait_for(lambda: first.listen() or first.peers.list_connected())
         second = joining.result()
     for number in range(2000):  # more than the buffers of the sockets hold
         first.peers.send_direct("note", number=number, text="x" * 10_000)
@@ -96,9 +96,9 @@ def test_messages_to_a_member_that_does_not_read_arrive_whole_and_in_order(place
 @pytest.mark.parametrize(
     ("job", "says"),
     [
-        (job_of(3, ["recipe.yaml"], "slurm-7-0", {}), "of another size"),
-        (job_of(2, ["other.yaml"], "slurm-7-0", {}), "of another recipe"),
-        (job_of(2, ["recipe.yaml"], "slurm-8-0", {}), "another job's"),
+        (build_job(3, ["recipe.yaml"], "slurm-7-0", {}), "of another size"),
+        (build_job(2, ["other.yaml"], "slurm-7-0", {}), "of another recipe"),
+        (build_job(2, ["recipe.yaml"], "slurm-8-0", {}), "another job's"),
         ({**JOB, "user": "nobody"}, "another user's"),
     ],
 )
@@ -161,8 +161,8 @@ def test_a_machine_whose_name_is_loopback_is_reached_by_another_interface(monkey
     """As Debian writes /etc/hosts: 127.0.1.1 beside the machine's own name."""
     known = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lambda name, *more, **options: known("127.0.1.1", None, **options))
-    assert interface_of("node0") not in ("lo", "lo0")
-    assert interface_of("127.0.0.1") in ("lo", "lo0", None)
+    assert find_interface("node0") not in ("lo", "lo0")
+    assert find_interface("127.0.0.1") in ("lo", "lo0", None)
 
 
 def known_after(monkeypatch: pytest.MonkeyPatch, attempts: int) -> list[str]:
@@ -186,7 +186,7 @@ def test_a_name_that_dns_publishes_late_is_looked_up_again(
 ) -> None:
     """As a pod's own name is on Kubernetes when the pod has just started."""
     asked = known_after(monkeypatch, 2)
-    assert to_listen_at("node0", 60) == (socket.AF_INET, "")
+    assert resolve_own_address("node0", 60) == (socket.AF_INET, "")
     assert len(asked) == 3
     assert capsys.readouterr().err.count("cannot resolve the host name node0 yet") == 1
 
@@ -203,8 +203,8 @@ def test_members_meet_over_ipv6() -> None:
             place = "::1", int(probe.getsockname()[1])
     except OSError:
         pytest.skip("no IPv6 here")
-    assert in_words(*place) == f"[::1]:{place[1]}"
-    assert interface_of("::1") in ("lo", "lo0")
+    assert format_address(*place) == f"[::1]:{place[1]}"
+    assert find_interface("::1") in ("lo", "lo0")
     first = meet("rank", Membership(0, 2, place, 10), JOB, FIX)
     with ThreadPoolExecutor(1) as pool:
         coming = pool.submit(meet, "rank", Membership(1, 2, place, 10), JOB, FIX)
@@ -234,12 +234,12 @@ shift; exec "$@"
 PROGRAM = """
 import json, socket, time
 silent = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); silent.bind(("10.99.0.53", 53))
-from trainwright.run.group.peers import Membership, job_of
-from trainwright.run.group.addresses import interface_of
+from trainwright.run.group.peers import Membership, build_job
+from trainwright.run.group.addresses import find_interface
 from trainwright.run.group.rendezvous import meet
 begun = time.monotonic()
-rendezvous = meet("rank", Membership(0, 2, ("10.98.0.1", 0), 10), job_of(2), "")
-print(json.dumps([interface_of("node0"), time.monotonic() - begun]))
+rendezvous = meet("rank", Membership(0, 2, ("10.98.0.1", 0), 10), build_job(2), "")
+print(json.dumps([find_interface("node0"), time.monotonic() - begun]))
 """
 
 

@@ -10,7 +10,7 @@ import pytest
 from trainwright.errors import RequestError
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.recipe.schema import RecipeSchema
-from trainwright.run.resolve import by_default, filled
+from trainwright.run.resolve import choose_values, fill_auto_values
 
 GIB = 2**30
 CPU = Machine("here", "Some CPU", 4, 64 * GIB, ())
@@ -31,7 +31,7 @@ def recipe(train: dict[str, Any] | None = None, parallel: dict[str, Any] | None 
 
 
 def resolved(machine: Machine, of: RecipeSchema, nodes: int = 1) -> RecipeSchema:
-    return filled(of, by_default(of, machine, nodes).values, machine.device)
+    return fill_auto_values(of, choose_values(of, machine, nodes).values, machine.device)
 
 
 @pytest.mark.parametrize(
@@ -59,15 +59,15 @@ def test_a_micro_batch_has_at_most_a_usual_number_of_tokens_and_the_steps_that_t
     assert resolved(CPU, recipe(pack_length=1024)).train.micro_batch_size == 1
     assert resolved(CPU, recipe({"gradient_accumulation_steps": 4})).train.micro_batch_size == 2
     with pytest.raises(RequestError, match=r"gradient_accumulation_steps: no micro-batch size gives 7 on 2 processes"):
-        by_default(recipe({"gradient_accumulation_steps": 7}), CPU, 1)
+        choose_values(recipe({"gradient_accumulation_steps": 7}), CPU, 1)
 
 
 def test_what_the_recipe_sets_is_kept_and_only_the_rest_has_a_reason() -> None:
     asked = recipe(
         {"micro_batch_size": 1, "compile": True}, {"strategy": "fsdp", "num_processes": {"min": 2, "max": 3}}
     )
-    plan = by_default(asked, CPU, 1)
-    found = filled(asked, plan.values, "cpu")
+    plan = choose_values(asked, CPU, 1)
+    found = fill_auto_values(asked, plan.values, "cpu")
     assert (found.parallel.strategy, found.parallel.num_processes) == ("fsdp", 3)
     assert found.train.micro_batch_size == 1 and found.train.compile is True
     assert [reason.partition(" ")[0] for reason in plan.reasons] == [

@@ -16,7 +16,7 @@ from trainwright.engine.events import Restart
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
 from trainwright.run.relaunch import Restarts
 from trainwright.run.shutdown.failure import Cause, Failure
-from trainwright.utils.heartbeat import heartbeat_directory, heartbeat_file, read
+from trainwright.utils.heartbeat import build_heartbeat_path, create_heartbeat_directory, read
 
 SETTINGS = ("parallel.num_processes=2", ON_ROWS, "data.validation=null", "train.max_steps=40", "checkpoint.every=4")
 
@@ -27,8 +27,8 @@ def kill(started: Started, rank: int, number: signal.Signals = signal.SIGKILL) -
     assert run is not None
 
     def worker() -> int | None:
-        directory = heartbeat_directory(run)
-        beat = None if directory is None else read(heartbeat_file(directory, rank))
+        directory = create_heartbeat_directory(run)
+        beat = None if directory is None else read(build_heartbeat_path(directory, rank))
         if beat is None or beat.pid not in [process.pid for process in descendants(started.pid)]:
             return None
         return beat.pid

@@ -11,7 +11,7 @@ import pytest
 from tests.support.runs import ON_ROWS, TINY, Runs, column, events
 from trainwright.errors import RequestError, Stopped
 from trainwright.run import run_directory
-from trainwright.run.request import request_of
+from trainwright.run.request import build_request
 
 SETTINGS = (ON_ROWS, "parallel.num_processes=1", "data.validation=null", "logging.observers.tensorboard=false")
 
@@ -80,10 +80,10 @@ def test_a_directory_with_other_files_is_refused(tmp_path: Path) -> None:
 
 def test_each_element_of_an_array_has_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_directory.own_directory("auto", "tiny") == Path("runs/tiny")
+    assert run_directory.choose_own_directory("auto", "tiny") == Path("runs/tiny")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
-    assert run_directory.own_directory("auto", "tiny") == Path("runs/tiny/3")
-    request = request_of(TINY, ["logging.run_directory=sweep"], "auto")
+    assert run_directory.choose_own_directory("auto", "tiny") == Path("runs/tiny/3")
+    request = build_request(TINY, ["logging.run_directory=sweep"], "auto")
     assert (request.recipe.logging.run_directory, request.run, request.in_place) == ("sweep/3", None, True)
 
 
@@ -91,8 +91,8 @@ def test_a_run_that_another_process_has_begun_meanwhile_is_not_begun_again(tmp_p
     from types import SimpleNamespace
     from typing import Any, cast
 
-    request = request_of(TINY, [f"logging.run_directory={tmp_path}"], "auto")
+    request = build_request(TINY, [f"logging.run_directory={tmp_path}"], "auto")
     (tmp_path / run_directory.RECIPE).write_text("task: sft\n")
     resolved = cast(Any, SimpleNamespace(recipe=request.recipe))
-    with pytest.raises(Stopped, match="was begun by another process meanwhile"), request.opened(resolved):
+    with pytest.raises(Stopped, match="was begun by another process meanwhile"), request.open_directory(resolved):
         pass

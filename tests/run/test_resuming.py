@@ -13,9 +13,9 @@ from trainwright.machine.machine import Machine
 from trainwright.recipe.loading import load_recipe, split_words
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.run import run_directory
-from trainwright.run.request import RunRequest, is_bare_resume, request_of, resolve_request
+from trainwright.run.request import RunRequest, build_request, is_bare_resume, resolve_request
 from trainwright.run.resolve import resolve
-from trainwright.run.resuming import resumed_recipe
+from trainwright.run.resuming import load_resumed_recipe
 
 RECIPE = """task: sft
 model: {config: {model_type: llama, hidden_size: 64}, tokenizer: bytes}
@@ -52,13 +52,13 @@ def a_run(*overrides: str, name: str = "tiny-20260101-120000") -> Path:
     run = Path("runs") / name
     run.mkdir(parents=True)
     recipe = load_recipe(Path("tiny.yaml"), [*RESOLVED, *overrides])
-    run_directory.record(run, run_directory.recipe_text(recipe), "tiny", REASONS)
+    run_directory.record(run, run_directory.format_recipe(recipe), "tiny", REASONS)
     return run
 
 
 def read_request(words: list[str], resume: str, translation: Translation | None = None) -> RunRequest:
     recipe, overrides = split_words(words)
-    return request_of(recipe, overrides, resume, translation)
+    return build_request(recipe, overrides, resume, translation)
 
 
 @pytest.mark.parametrize("kind", ["a link", "a link to nothing", "a link to a device", "a named pipe"])
@@ -97,12 +97,12 @@ def test_a_run_whose_folders_lead_elsewhere_is_not_resumed(here: Path, name: str
 
 def refused(run: Path, path: Path | None, *overrides: str) -> list[str]:
     with pytest.raises(RequestError) as caught:
-        resumed_recipe(run, path, overrides)
+        load_resumed_recipe(run, path, overrides)
     return str(caught.value).splitlines()
 
 
 def goes_on(run: Path, path: Path | None, *overrides: str) -> RecipeSchema:
-    return resumed_recipe(run, path, overrides).recipe
+    return load_resumed_recipe(run, path, overrides).recipe
 
 
 def test_the_same_recipe_goes_on_as_the_run_was_resolved() -> None:
@@ -168,7 +168,7 @@ def test_what_only_spreads_measures_or_keeps_the_run_changes_and_is_told(
     override: str, key: str, value: object, line: str
 ) -> None:
     run = a_run()
-    recipe, reasons, _ = resumed_recipe(run, None, [override])
+    recipe, reasons, _ = load_resumed_recipe(run, None, [override])
     section, *names = key.split(".")
     set_value: object = getattr(recipe, section)
     for name in names:
@@ -202,7 +202,7 @@ def test_auto_in_the_recipe_is_what_the_run_has_and_an_override_with_auto_is_cho
 
 def test_another_number_of_processes_decides_anew_what_it_had_decided() -> None:
     run = a_run("train.gradient_accumulation_steps=2")
-    recipe, reasons, _ = resumed_recipe(run, None, ["parallel.num_processes=1"])
+    recipe, reasons, _ = load_resumed_recipe(run, None, ["parallel.num_processes=1"])
     assert (recipe.parallel.strategy, recipe.train.gradient_accumulation_steps) == ("auto", "auto")
     assert recipe.train.micro_batch_size == 2
     assert reasons == (
@@ -231,7 +231,7 @@ def planned(strategy: str, *overrides: str) -> Path:
     fixed = ("train.mixed_precision=no", *(f"model.config.{value}" for value in SHAPE))
     asked = load_recipe(Path("tiny.yaml"), [*fixed, f"parallel.strategy={strategy}", *overrides])
     resolved = resolve(asked, MACHINE)
-    text = run_directory.recipe_text(resolved.recipe)
+    text = run_directory.format_recipe(resolved.recipe)
     run_directory.record(run, text, "tiny", resolved.reasons, {}, resolved.chosen)
     return run
 
@@ -249,7 +249,7 @@ def test_every_strategy_goes_on_as_every_other(before: str, after: str) -> None:
     resolved = resolve_request(request, MACHINE)
     assert resolved.recipe.parallel.strategy == after
     # And back again, by the recipe that this leaves behind.
-    text = run_directory.recipe_text(resolved.recipe)
+    text = run_directory.format_recipe(resolved.recipe)
     run_directory.record(run, text, "tiny", resolved.reasons, {}, resolved.chosen)
     back = resolve_request(read_request([f"parallel.strategy={before}", processes], str(run)), MACHINE)
     assert back.recipe.parallel == recipe.parallel and back.recipe.train == recipe.train
@@ -257,7 +257,7 @@ def test_every_strategy_goes_on_as_every_other(before: str, after: str) -> None:
 
 def test_a_number_of_processes_that_was_chosen_follows_the_strategy_and_one_that_was_written_stays() -> None:
     chosen = planned("ddp", "parallel.num_processes=auto")
-    assert "parallel.num_processes" in run_directory.chosen(chosen)
+    assert "parallel.num_processes" in run_directory.read_chosen_keys(chosen)
     resolved = resolve_request(read_request(["parallel.strategy=single"], str(chosen)), MACHINE)
     assert resolved.recipe.parallel.num_processes == 1
     written = planned("zero1", "parallel.num_processes=2")
@@ -267,7 +267,7 @@ def test_a_number_of_processes_that_was_chosen_follows_the_strategy_and_one_that
 
 def test_a_key_of_another_strategy_that_the_user_wrote_is_refused_by_its_place() -> None:
     run = planned("fsdp", "parallel.num_processes=2", "parallel.reshard_after_forward=false")
-    assert "parallel.reshard_after_forward" not in run_directory.chosen(run)
+    assert "parallel.reshard_after_forward" not in run_directory.read_chosen_keys(run)
     with pytest.raises(RequestError, match=r"reshard_after_forward: has no effect with parallel\.strategy ddp"):
         read_request(["parallel.strategy=ddp"], str(run))
     both = ["parallel.strategy=ddp", "parallel.reshard_after_forward=true"]
@@ -276,12 +276,12 @@ def test_a_key_of_another_strategy_that_the_user_wrote_is_refused_by_its_place()
 
 def test_the_reasons_of_the_run_are_kept_while_they_hold() -> None:
     run = a_run()
-    assert resumed_recipe(run, None, []).reasons == (*REASONS[:2], *REASONS[3:])
+    assert load_resumed_recipe(run, None, []).reasons == (*REASONS[:2], *REASONS[3:])
     prompts = f"evaluate.prompts=[{'why ' * 30}]"
     for override in (prompts, "checkpoint.every=5", "checkpoint.every=6"):
-        recipe, reasons, _ = resumed_recipe(run, None, [override])
-        run_directory.record(run, run_directory.recipe_text(recipe), "tiny", reasons)
-    kept = resumed_recipe(run, None, []).reasons
+        recipe, reasons, _ = load_resumed_recipe(run, None, [override])
+        run_directory.record(run, run_directory.format_recipe(recipe), "tiny", reasons)
+    kept = load_resumed_recipe(run, None, []).reasons
     assert [line.partition(" until")[0] for line in kept[4:]] == [
         f'evaluate.prompts ["{"why " * 14}...: []'.replace(" ...", "..."),
         "checkpoint.every 6: 5",
@@ -301,7 +301,7 @@ def test_an_accelerate_file_is_held_against_the_run_too_and_noted_once(monkeypat
     assert [line for line in request.reasons if line.startswith("parallel.num_processes ")] == [
         "parallel.num_processes 3: 2 until the run was resumed (accelerate.yaml:4: num_processes: 3)"
     ]
-    run_directory.record(run, run_directory.recipe_text(request.recipe), request.stem, request.reasons)
+    run_directory.record(run, run_directory.format_recipe(request.recipe), request.stem, request.reasons)
     again = read_request([], str(run), translation)
     assert again.reasons == request.reasons
     Path("accelerate.yaml").write_text(Path("accelerate.yaml").read_text().replace("'no'", "bf16"))
@@ -323,7 +323,7 @@ def test_a_change_that_contradicts_the_run_is_refused_with_its_place() -> None:
     with pytest.raises(
         RequestError, match=r"^override 'train\.micro_batch_size=9': train\.micro_batch_size: 9 is more"
     ):
-        resumed_recipe(run, None, ["train.micro_batch_size=9"])
+        load_resumed_recipe(run, None, ["train.micro_batch_size=9"])
 
 
 def test_the_newest_run_of_the_recipe_is_the_one_that_is_resumed() -> None:

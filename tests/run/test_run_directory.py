@@ -19,7 +19,7 @@ from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.run import run_directory
 from trainwright.run.relaunch import REPLAN, take_replan
-from trainwright.run.shutdown.failure import error_file, error_records
+from trainwright.run.shutdown.failure import locate_error_file, read_error_records
 
 
 @pytest.fixture(autouse=True)
@@ -50,34 +50,34 @@ def test_a_runs_own_recipe_names_no_directory_and_the_run_knows_its_recipes_name
             "logging": {"run_directory": "mine"},
         }
     )
-    run_directory.record(run, run_directory.recipe_text(recipe), "tiny", ["why"])
+    run_directory.record(run, run_directory.format_recipe(recipe), "tiny", ["why"])
     assert load_recipe(run / "recipe.yaml").logging.run_directory == "auto"
-    assert run_directory.stem_of(run / "recipe.yaml") == "tiny"
-    assert run_directory.reasons(run) == ["why"]
-    assert run_directory.run_of(run / "recipe.yaml") == run
-    assert run_directory.run_of(Path("recipe.yaml")) is None
-    assert run_directory.stem_of(Path("other.yaml")) == "other"
+    assert run_directory.choose_stem(run / "recipe.yaml") == "tiny"
+    assert run_directory.read_reasons(run) == ["why"]
+    assert run_directory.find_run(run / "recipe.yaml") == run
+    assert run_directory.find_run(Path("recipe.yaml")) is None
+    assert run_directory.choose_stem(Path("other.yaml")) == "other"
 
 
 def test_a_damaged_plan_is_no_plan() -> None:
     run = a_run("old")
     for content in (b"{", b"[]", b'{"reasons": "\xbd"}'):
         (run / "plan.json").write_bytes(content)
-        assert run_directory.reasons(run) == []
-        with run_directory.undone_on_error(run, created=False):
+        assert run_directory.read_reasons(run) == []
+        with run_directory.undo_on_error(run, created=False):
             pass
-        assert run_directory.stem_of(run / "recipe.yaml") == "recipe"
+        assert run_directory.choose_stem(run / "recipe.yaml") == "recipe"
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, "[]", "{}", '{"strategy": 3}', "7"], ids=lambda each: each[:20])
 def test_what_is_no_record_of_a_run_is_none(content: str) -> None:
     run = a_run("old")
     (run / "logs").mkdir(exist_ok=True)
-    for file in (run / "plan.json", run / REPLAN, error_file(run / "logs", 0)):
+    for file in (run / "plan.json", run / REPLAN, locate_error_file(run / "logs", 0)):
         file.write_text(content)
     assert name_in_stores(run) == "old"
     assert take_replan(run) is None
-    assert error_records(run / "logs", [0]) == {}
+    assert read_error_records(run / "logs", [0]) == {}
     with pytest.raises(CheckpointError, match=r"run\.json is not the record of a run"):
         StoredRun.parse(content)
 
@@ -129,7 +129,7 @@ def test_resume_of_nothing_is_refused(wanted: str) -> None:
 
 def test_failed_preparation_leaves_no_new_directory() -> None:
     run = run_directory.create("mine", "tiny")
-    with pytest.raises(RequestError), run_directory.undone_on_error(run, created=True):
+    with pytest.raises(RequestError), run_directory.undo_on_error(run, created=True):
         run_directory.record(run, "task: sft\n", "tiny", [])
         raise RequestError("refused")
     assert not run.exists()
@@ -137,7 +137,7 @@ def test_failed_preparation_leaves_no_new_directory() -> None:
 
 def test_failed_preparation_leaves_a_resumed_run_as_it_was() -> None:
     run = a_run("old")
-    with pytest.raises(RequestError), run_directory.undone_on_error(run, created=False):
+    with pytest.raises(RequestError), run_directory.undo_on_error(run, created=False):
         run_directory.record(run, "task: other\n", "tiny", [])
         raise RequestError("refused")
     assert (run / "recipe.yaml").read_text() == "task: sft\n"
@@ -151,7 +151,7 @@ def test_a_run_with_a_directory_in_the_place_of_a_file_is_refused_and_stays_as_i
     (run / ".recipe.yaml.00000000").mkdir()  # where the file is written that takes the place of the one there
     with (
         pytest.raises(RequestError, match=f"{run}: a run cannot be written there: Is a directory"),
-        run_directory.undone_on_error(run, created=False),
+        run_directory.undo_on_error(run, created=False),
     ):
         run_directory.record(run, "task: dpo\n", "tiny", [])
     assert (run / "recipe.yaml").read_text() == "task: sft\n"
@@ -161,9 +161,9 @@ def test_a_run_with_a_directory_in_the_place_of_a_file_is_refused_and_stays_as_i
 def test_a_run_is_trained_by_one_launch_at_a_time() -> None:
     run = a_run("busy")
     refused = pytest.raises(RequestError, match="being trained by another")
-    with run_directory.only_launch(run), refused, run_directory.only_launch(run):
+    with run_directory.lock_run(run), refused, run_directory.lock_run(run):
         pass
-    with run_directory.only_launch(run):
+    with run_directory.lock_run(run):
         pass
 
 
@@ -182,7 +182,7 @@ def test_the_lock_of_a_machine_that_was_lost_is_waited_for(monkeypatch: pytest.M
     run = a_run("lost")
     with locked_by(run, "node7 another-boot") as release:
         threading.Timer(1.5, release).start()
-        with run_directory.only_launch(run):
+        with run_directory.lock_run(run):
             assert (run / ".lock").read_text().strip() != "node7 another-boot"
 
 
@@ -196,7 +196,7 @@ def test_what_is_started_again_ends_with_a_fault_if_another_machine_keeps_the_lo
         monkeypatch.setenv(name, value)
     run = a_run("lost")
     expected = pytest.raises(FaultError if job else RequestError, match="another process on node7")
-    with locked_by(run, "node7 another-boot"), expected, run_directory.only_launch(run):
+    with locked_by(run, "node7 another-boot"), expected, run_directory.lock_run(run):
         pass
 
 
@@ -206,11 +206,11 @@ def test_what_is_started_again_ends_with_a_fault_if_an_earlier_attempt_takes_lon
     for name in ("_LEAVING_SECONDS", "_LEASE_SECONDS"):
         monkeypatch.setattr(run_directory, name, 0.1)
     run = a_run("ending")
-    with run_directory.only_launch(run):
-        with pytest.raises(RequestError, match="another process"), run_directory.only_launch(run):
+    with run_directory.lock_run(run):
+        with pytest.raises(RequestError, match="another process"), run_directory.lock_run(run):
             pass
         monkeypatch.setenv("TRAINWRIGHT_STARTS_AGAIN", "1")
-        with pytest.raises(FaultError, match="another process"), run_directory.only_launch(run):
+        with pytest.raises(FaultError, match="another process"), run_directory.lock_run(run):
             pass
 
 
@@ -223,7 +223,7 @@ def test_what_is_left_of_an_attempt_on_an_unknown_machine_is_waited_for(
     run = a_run("left")
     with locked_by(run, written) as release:
         threading.Timer(1.0, release).start()
-        with run_directory.only_launch(run):
+        with run_directory.lock_run(run):
             pass
 
 
@@ -231,5 +231,5 @@ def test_a_stop_ends_the_wait_for_a_lock(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(run_directory, "_LEAVING_SECONDS", 0.1)
     run = a_run("lost")
     stopped = pytest.raises(Stopped)
-    with locked_by(run, "node7 another-boot"), stopped, run_directory.only_launch(run, lambda: True):
+    with locked_by(run, "node7 another-boot"), stopped, run_directory.lock_run(run, lambda: True):
         pass

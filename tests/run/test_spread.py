@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.run.launches import Spread, spread
+from trainwright.run.launches import Spread, choose_spread
 from trainwright.run.nodes import SILENCE_LIMIT, Silence
 
 
@@ -26,11 +26,11 @@ from trainwright.run.nodes import SILENCE_LIMIT, Silence
 def test_the_largest_usable_number_is_divided_equally(
     usable: tuple[int, ...], rooms: dict[int, int], expected: Spread | None
 ) -> None:
-    assert spread(usable, rooms) == expected
+    assert choose_spread(usable, rooms) == expected
 
 
 def test_ranks_follow_the_order_of_the_nodes_of_a_launch() -> None:
-    assert [Spread((0, 3, 4), 2).first_rank(node) for node in (0, 3, 4)] == [0, 2, 4]
+    assert [Spread((0, 3, 4), 2).find_first_rank(node) for node in (0, 3, 4)] == [0, 2, 4]
 
 
 def test_a_node_is_silent_only_for_time_in_which_this_one_ran() -> None:
@@ -41,7 +41,7 @@ def test_a_node_is_silent_only_for_time_in_which_this_one_ran() -> None:
         for _ in range(seconds):
             now[0] += 1
             silence.hear(1)
-            found = silence.silent([1, 2])
+            found = silence.list_silent([1, 2])
         return found
 
     silence.hear(2)
@@ -52,4 +52,4 @@ def test_a_node_is_silent_only_for_time_in_which_this_one_ran() -> None:
     now[0] += 3600  # this machine was suspended
     assert pass_by(20) == []
     assert pass_by(12) == [2]
-    assert silence.silent([3]) == [], "it has just begun to be watched"
+    assert silence.list_silent([3]) == [], "it has just begun to be watched"

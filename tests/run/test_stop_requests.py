@@ -21,10 +21,10 @@ from trainwright.run.shutdown.exit_code import refuse_stopped
 from trainwright.run.shutdown.requests import (
     Deadline,
     StopRequests,
-    deadline_of,
-    earliest,
+    choose_deadline,
+    choose_earliest,
+    estimate_write_seconds,
     forget_stops,
-    seconds_to_write,
     stop_was_requested,
 )
 
@@ -98,11 +98,11 @@ def test_the_first_attempt_forgets_why_the_run_has_stopped_before(
 
 _AGES = """
 import os
-from trainwright.run.shutdown.exit_code import seconds_since_launch
-from trainwright.machine.usage import process_age
-ages = {"none": 0.0, "own": process_age(), "launcher": process_age(os.getppid())}
+from trainwright.run.shutdown.exit_code import compute_launch_age
+from trainwright.machine.usage import measure_process_age
+ages = {"none": 0.0, "own": measure_process_age(), "launcher": measure_process_age(os.getppid())}
 for number in (0, 1):
-    print(min(ages, key=lambda name: abs(ages[name] - seconds_since_launch(None, number))))
+    print(min(ages, key=lambda name: abs(ages[name] - compute_launch_age(None, number))))
 """
 
 
@@ -121,7 +121,7 @@ def test_all_attempts_of_torchrun_are_one_launch(variables: dict[str, str], sinc
 
 
 def test_a_time_limit_counts_from_the_begin_of_the_launch() -> None:
-    now, later = deadline_of(None, "1 h"), deadline_of(None, "1 h", 3000.0)
+    now, later = choose_deadline(None, "1 h"), choose_deadline(None, "1 h", 3000.0)
     assert now is not None and later is not None and now.seconds - later.seconds == pytest.approx(3000.0, abs=60.0)
 
 
@@ -171,9 +171,9 @@ def test_a_deadline_is_seen_while_the_data_is_prepared(runs: Runs) -> None:
 
 @pytest.mark.slow
 def test_a_slow_disk_is_noticed_before_the_first_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fast = seconds_to_write(400_000_000, tmp_path)
-    assert fast >= 2.0 and seconds_to_write(0, tmp_path) == 0.0
-    assert seconds_to_write(400_000_000, tmp_path / "missing") == 2.0  # nothing can be tried: 200 MB/s
+    fast = estimate_write_seconds(400_000_000, tmp_path)
+    assert fast >= 2.0 and estimate_write_seconds(0, tmp_path) == 0.0
+    assert estimate_write_seconds(400_000_000, tmp_path / "missing") == 2.0  # nothing can be tried: 200 MB/s
     fsync = os.fsync
 
     def slow(descriptor: int) -> None:
@@ -181,7 +181,7 @@ def test_a_slow_disk_is_noticed_before_the_first_checkpoint(tmp_path: Path, monk
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", slow)
-    assert seconds_to_write(400_000_000, tmp_path) >= 0.1 * 400_000_000 / 2**20
+    assert estimate_write_seconds(400_000_000, tmp_path) >= 0.1 * 400_000_000 / 2**20
     found, done = requests(tmp_path, 1040.0, 400_000_000)
     found.watch()
     wait_for(lambda: "stop" in done)
@@ -234,7 +234,7 @@ NOW = datetime(2026, 2, 28, 22, 30).astimezone()
 
 
 def end(until: str | None, limit: str | None) -> tuple[str, str] | None:
-    found = earliest(until, limit, NOW)
+    found = choose_earliest(until, limit, NOW)
     return None if found is None else (f"{found[0]:%d %H:%M}", found[1])
 
 
@@ -282,7 +282,7 @@ def test_a_limit_is_counted_by_the_clock_of_slurm(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(NOW.timestamp()) + 600))
-    found = earliest(None, None, NOW)
+    found = choose_earliest(None, None, NOW)
     assert found is not None and "this node's clock is" in found[1] and "behind the scheduler's" in found[1]
     assert (found[0] - NOW).total_seconds() == pytest.approx(600 - 120, abs=10)
 
@@ -299,7 +299,7 @@ def test_a_stop_that_takes_longer_than_the_grace_is_told_once(tmp_path: Path) ->
 
 
 def test_no_change_of_the_system_s_time_moves_a_deadline() -> None:
-    first, later = deadline_of(None, "1 h"), deadline_of(None, "2 h")
+    first, later = choose_deadline(None, "1 h"), choose_deadline(None, "2 h")
     assert first is not None and later is not None
     assert later.seconds - first.seconds == pytest.approx(3600, abs=60)
 
@@ -315,7 +315,7 @@ def test_no_change_of_the_system_s_time_moves_a_deadline() -> None:
 )
 def test_what_is_no_time_is_refused(until: str | None, limit: str | None, said: str) -> None:
     with pytest.raises(RequestError, match=said):
-        earliest(until, limit, NOW)
+        choose_earliest(until, limit, NOW)
 
 
 @pytest.mark.slow

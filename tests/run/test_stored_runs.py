@@ -237,7 +237,7 @@ def test_a_place_that_works_again_gets_the_copy_that_failed(tmp_path: Path) -> N
     broken.path.unlink()
     wait_for(lambda: bool(copies._recovered))
     assert len(copies.problems()) == 1, "told once, however often it was tried"
-    assert len(copies.recovered()) == 1
+    assert len(copies.take_recovered()) == 1
     assert RemoteStore(str(broken.path), "run").is_complete("step-00000001")
 
 
@@ -301,7 +301,7 @@ def test_starters_that_fetch_a_run_at_once_wait_for_the_first_however_long_it_ta
 ) -> None:
     from tests.engine.test_copies import saved
     from trainwright.engine.checkpoints.checkpoint import Checkpoints
-    from trainwright.run.resuming import fetch
+    from trainwright.run.resuming import fetch_run
 
     monkeypatch.setitem(_registry, "slow", SlowStore)
     copies = Copies([str(tmp_path / "copies")], (tmp_path / "run" / "checkpoints"))
@@ -310,9 +310,9 @@ def test_starters_that_fetch_a_run_at_once_wait_for_the_first_however_long_it_ta
     run = tmp_path / "elsewhere" / "run"
     with ThreadPoolExecutor(2) as pool:
         place = RemoteStore(f"slow://{tmp_path}/copies", "run")
-        first = pool.submit(fetch, [place], run)
+        first = pool.submit(fetch_run, [place], run)
         assert SlowStore.asked.wait(PATIENCE)
-        second = pool.submit(fetch, [place], run)
+        second = pool.submit(fetch_run, [place], run)
         try:
             with pytest.raises(TimeoutError):
                 second.result(timeout=5)  # longer than a launch that ends is waited for
@@ -326,13 +326,13 @@ def test_starters_that_fetch_a_run_at_once_wait_for_the_first_however_long_it_ta
 def test_a_fetched_run_never_begins_again_without_its_copy_whoever_fetched_it(tmp_path: Path) -> None:
     from tests.engine.test_copies import saved
     from trainwright.engine.checkpoints.checkpoint import Checkpoints
-    from trainwright.run.resuming import bring_up_to_date, fetch
+    from trainwright.run.resuming import bring_up_to_date, fetch_run
 
     copies = Copies([str(tmp_path / "copies")], (tmp_path / "run" / "checkpoints"))
     copies.add(saved(Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False), 1))
     copies.wait()
     place, run = RemoteStore(str(tmp_path / "copies"), "run"), tmp_path / "elsewhere"
-    assert [fetch([place], run) for _ in range(2)] == [True, False]
+    assert [fetch_run([place], run) for _ in range(2)] == [True, False]
     weights = tmp_path / "copies" / "run" / "step-00000001" / "rank-00000.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(b"damaged")
@@ -346,13 +346,13 @@ def test_a_fetched_run_never_begins_again_without_its_copy_whoever_fetched_it(tm
 def test_checkpoints_that_cannot_be_written_here_are_not_said_to_be_the_place(tmp_path: Path) -> None:
     from tests.engine.test_copies import saved
     from trainwright.engine.checkpoints.checkpoint import Checkpoints
-    from trainwright.run.resuming import bring_up_to_date, fetch
+    from trainwright.run.resuming import bring_up_to_date, fetch_run
 
     copies = Copies([str(tmp_path / "copies")], (tmp_path / "run" / "checkpoints"))
     copies.add(saved(Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False), 1))
     copies.wait()
     place, run = RemoteStore(str(tmp_path / "copies"), "run"), tmp_path / "elsewhere"
-    assert fetch([place], run)
+    assert fetch_run([place], run)
     (run / "checkpoints").write_text("not a directory")
     with pytest.raises(RequestError, match=rf"^{run}/checkpoints: a run cannot be written there"):
         bring_up_to_date(run, [place])
@@ -376,15 +376,15 @@ def stored_in(tmp_path: Path, *places: str, steps: tuple[int, ...] = (1,)) -> li
 def test_a_copy_that_cannot_be_read_now_is_read_by_running_the_command_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainwright.run.resuming import bring_up_to_date, fetch
+    from trainwright.run.resuming import bring_up_to_date, fetch_run
 
     UnreliableStore.install(monkeypatch)
     places, run = stored_in(tmp_path, "copies", steps=(1, 2)), tmp_path / "elsewhere"
     UnreliableStore.reset_connections("list")
     with pytest.raises(FaultError, match="cannot be used now: the connection was reset"):
-        fetch(places, run)
+        fetch_run(places, run)
     UnreliableStore.mend()
-    assert fetch(places, run)
+    assert fetch_run(places, run)
     UnreliableStore.reset_connections("read", "step-00000002/rank")
     with pytest.raises(FaultError, match=r"step-00000002 cannot be read now: .* reset.*run the same command again"):
         bring_up_to_date(run, places)
@@ -415,23 +415,23 @@ def test_a_place_that_may_have_newer_copies_and_cannot_be_read_is_told(
 def test_a_run_is_fetched_from_the_second_place_where_the_first_is_down_or_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainwright.run.resuming import bring_up_to_date, fetch
+    from trainwright.run.resuming import bring_up_to_date, fetch_run
 
     UnreliableStore.install(monkeypatch)
     places = stored_in(tmp_path, "one", "two")
     UnreliableStore.reset_connections("list", "/one/")
     down = tmp_path / "down"
-    assert fetch(places, down)
+    assert fetch_run(places, down)
     bring_up_to_date(down, places)
     assert (down / "checkpoints" / "step-00000001").is_dir()
     shutil.move(tmp_path / "two", tmp_path / "away")
     with pytest.raises(FaultError, match="/one cannot be used now"):  # its copies may be there: nothing begins anew
-        fetch(places, tmp_path / "anew")
+        fetch_run(places, tmp_path / "anew")
     shutil.move(tmp_path / "away", tmp_path / "two")
     UnreliableStore.mend()
     for part in (tmp_path / "one" / "run" / "events").iterdir():
         part.unlink()
-    assert fetch(places, tmp_path / "damaged")
+    assert fetch_run(places, tmp_path / "damaged")
     assert (tmp_path / "damaged" / "events.jsonl").read_bytes() == (tmp_path / "run" / "events.jsonl").read_bytes()
     with pytest.raises(RequestError, match=r"no copy of .* a part of its events is missing"):
-        fetch(places[:1], tmp_path / "lost")
+        fetch_run(places[:1], tmp_path / "lost")

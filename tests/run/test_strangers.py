@@ -24,11 +24,11 @@ from tests.support.commands import wait_for
 from tests.support.runs import Runs, column, difference
 from trainwright.errors import EXIT_FAULT, FaultError
 from trainwright.parallel import world
-from trainwright.run.group.peers import Membership, job_of
+from trainwright.run.group.peers import Membership, build_job
 from trainwright.run.group.rendezvous import Rendezvous, meet
-from trainwright.run.group.trust import BYTES, PEERS, VARIABLE, prove, secret_of
+from trainwright.run.group.trust import BYTES, PEERS, VARIABLE, prove, read_secret
 
-JOB = job_of(3, ["recipe.yaml"], "slurm-7-0", {})
+JOB = build_job(3, ["recipe.yaml"], "slurm-7-0", {})
 HELLO = json.dumps({"kind": "hello", "peer": 1, "job": JOB}).encode() + b"\n"
 SENT = (b"", b"\x00" * 7, os.urandom(98), os.urandom(70_000), HELLO, b"GET / HTTP/1.1\r\n\r\n", b'{"kind": "failed"}\n')
 
@@ -121,12 +121,12 @@ class Eavesdropper:
 def test_a_recorded_proof_is_worth_nothing(first: Rendezvous, place: tuple[str, int]) -> None:
     between = Eavesdropper(place)
     with socket.create_connection(("127.0.0.3", between.port)) as member:
-        secret, _ = secret_of(place, Path())
+        secret, _ = read_secret(place, Path())
         prove(member, secret, PEERS, time.monotonic() + 5, lambda: None)
         member.sendall(HELLO)
         wait_for(lambda: HELLO in between.said)
     assert len(heard_by(place, between.said)) == BYTES
-    assert first.peers.connected() == set()
+    assert first.peers.list_connected() == set()
 
 
 def test_the_store_is_not_on_the_network(first: Rendezvous, place: tuple[str, int]) -> None:
@@ -154,17 +154,17 @@ def test_a_member_without_the_secret_ends_with_5_and_hears_no_details(
 
 def test_the_secret_is_this_users_file_and_removed_in_the_end(tmp_path: Path) -> None:
     place = "node0", 29400
-    secret, file = secret_of(place, tmp_path / "runs")
-    assert secret_of(place, tmp_path / "runs") == (secret, file) and len(secret) == BYTES
+    secret, file = read_secret(place, tmp_path / "runs")
+    assert read_secret(place, tmp_path / "runs") == (secret, file) and len(secret) == BYTES
     assert file is not None and file.stat().st_mode & 0o777 == 0o600
-    assert secret_of(("node0", 29401), tmp_path / "runs")[0] != secret
+    assert read_secret(("node0", 29401), tmp_path / "runs")[0] != secret
     file.chmod(0o644)
     with pytest.raises(Exception, match="not this user's alone"):
-        secret_of(place, tmp_path / "runs")
+        read_secret(place, tmp_path / "runs")
     at = free_place()
-    _, of_run = secret_of(at, tmp_path)  # as a run that was killed leaves it
+    _, of_run = read_secret(at, tmp_path)  # as a run that was killed leaves it
     rendezvous = meet("rank", Membership(0, 2, at, 10), JOB, "fix")
-    assert of_run is not None and secret_of(at, tmp_path)[1] == of_run
+    assert of_run is not None and read_secret(at, tmp_path)[1] == of_run
     rendezvous.close()
     assert not of_run.exists()
 
@@ -174,7 +174,7 @@ def test_a_member_cannot_speak_for_another_one_nor_end_the_run_with_a_message(
 ) -> None:
     second = join(place)
     with socket.create_connection(place) as hostile:
-        secret, _ = secret_of(place, Path())
+        secret, _ = read_secret(place, Path())
         prove(hostile, secret, PEERS, time.monotonic() + 5, lambda: None)
         hostile.sendall(json.dumps({"kind": "hello", "peer": 2, "job": JOB}).encode() + b"\n")
         assert b"welcome" in hostile.recv(65536)
@@ -187,18 +187,18 @@ def test_a_member_cannot_speak_for_another_one_nor_end_the_run_with_a_message(
             for _ in range(40):
                 hostile.sendall(b"x" * 2**20)
                 time.sleep(0.05)
-    wait_for(lambda: first.peers.connected() == {1})
+    wait_for(lambda: first.peers.list_connected() == {1})
     second.close()
 
 
 @pytest.mark.parametrize("peer", [-1, 0, 3, 10**30, True, "1", None, [1]])
 def test_an_index_that_no_member_has_is_refused(first: Rendezvous, place: tuple[str, int], peer: object) -> None:
     with socket.create_connection(place, timeout=10) as hostile:
-        secret, _ = secret_of(place, Path())
+        secret, _ = read_secret(place, Path())
         prove(hostile, secret, PEERS, time.monotonic() + 5, lambda: None)
         hostile.sendall(json.dumps({"kind": "hello", "peer": peer, "job": JOB}).encode() + b"\n")
         assert b"refused" in hostile.recv(65536)
-    assert first.peers.connected() == set()
+    assert first.peers.list_connected() == set()
 
 
 class Shell:

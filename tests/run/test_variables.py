@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainwright.clusters.hosts import exports
-from trainwright.clusters.job import captured
+from trainwright.clusters.hosts import format_exports
+from trainwright.clusters.job import capture_variables
 
 NEEDED = {
     "HF_HOME": "/data/hf",
@@ -42,13 +42,13 @@ SECRET = [
 def test_only_known_variables_leave_this_machine(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for key, value in {**NEEDED, name: "hidden-value"}.items():
         monkeypatch.setenv(key, value)
-    assert captured({**NEEDED, name: "hidden-value"}) == NEEDED
-    lines = exports().splitlines()
-    assert "export HF_HOME=/data/hf" in lines and "hidden-value" not in exports()
+    assert capture_variables({**NEEDED, name: "hidden-value"}) == NEEDED
+    lines = format_exports().splitlines()
+    assert "export HF_HOME=/data/hf" in lines and "hidden-value" not in format_exports()
 
 
 @pytest.mark.parametrize("url", ["https://me:hidden@mirror.example", "https://hidden@mirror.example/hf"])
 @pytest.mark.parametrize("name", ["HF_ENDPOINT", "TRAINWRIGHT_CACHE", "TORCH_HOME"])
 def test_a_url_with_a_login_does_not(name: str, url: str) -> None:
-    assert captured({name: url}) == {}
-    assert captured({name: "https://mirror.example/a@b"}) == {name: "https://mirror.example/a@b"}
+    assert capture_variables({name: url}) == {}
+    assert capture_variables({name: "https://mirror.example/a@b"}) == {name: "https://mirror.example/a@b"}

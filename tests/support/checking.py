@@ -12,7 +12,7 @@ from trainwright.engine.checkpoints import checkpoint
 from trainwright.engine.policies.base import RewindRequested, StepPolicy, TrainingContext
 from trainwright.utils import heartbeat
 
-_CHECKED = checkpoint.checksum
+_CHECKED = checkpoint.compute_checksum
 
 
 class SlowChecking(StepPolicy):
@@ -25,7 +25,7 @@ class SlowChecking(StepPolicy):
         super().__init__(training)
         self.rewinds = "CHECKING_REWINDS" in os.environ
         self.slow = True
-        checkpoint.checksum = self._checksum
+        checkpoint.compute_checksum = self._checksum
 
     def before(self, step: int, batch: Any, gradients: Any) -> None:
         self.slow = True
@@ -36,7 +36,7 @@ class SlowChecking(StepPolicy):
     def _checksum(self, file: BufferedReader) -> tuple[int, str]:
         time.sleep(float(os.environ["CHECKING_SECONDS"]) if self.slow else 0.0)
         self.slow = False
-        own = heartbeat.own()
+        own = heartbeat.find_own_heartbeat()
         assert own is not None
         with Path(os.environ["CHECKING_FILE"]).open("a") as out:
             out.write(f"{own.use.phase}\n")

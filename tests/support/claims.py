@@ -14,7 +14,7 @@ from typing import Any, cast
 from tests.support.runs import ON_ROWS, TINY
 from trainwright.errors import RequestError, Stopped
 from trainwright.run import run_directory
-from trainwright.run.request import request_of
+from trainwright.run.request import build_request
 
 BEGUN = "begun"  # a line for each starter that has begun the run
 
@@ -22,12 +22,12 @@ BEGUN = "begun"  # a line for each starter that has begun the run
 def claim(sweep: Path, element: int, who: str) -> bool:
     """Begin the run of an element unless another starter has; whether it was begun."""
     os.environ[run_directory.ARRAY_ELEMENT] = str(element)
-    request = request_of(TINY, [ON_ROWS, f"logging.run_directory={sweep}"], "auto")
+    request = build_request(TINY, [ON_ROWS, f"logging.run_directory={sweep}"], "auto")
     if request.run is not None:
         return False
     try:
-        with request.opened(cast(Any, SimpleNamespace(recipe=request.recipe))) as run:
-            run_directory.record(run, run_directory.recipe_text(request.recipe), who, ())
+        with request.open_directory(cast(Any, SimpleNamespace(recipe=request.recipe))) as run:
+            run_directory.record(run, run_directory.format_recipe(request.recipe), who, ())
             with (run / BEGUN).open("a") as file:
                 file.write(f"{who}\n")
     except (RequestError, Stopped):
@@ -41,7 +41,7 @@ def check(sweep: Path, elements: int) -> None:
     for element in range(elements):
         run = sweep / str(element)
         (who,) = (run / BEGUN).read_text().splitlines()
-        assert run_directory.plan_of(run)["recipe"] == who
+        assert run_directory.read_plan(run)["recipe"] == who
         left = {each.name for each in run.iterdir()} - {run_directory.RECIPE, run_directory.PLAN, BEGUN, "logs"}
         assert all(name == ".lock" for name in left), left
 

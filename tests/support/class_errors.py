@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.published import Compared
-from trainwright.planning.errors import Interval, interval_of
+from trainwright.planning.errors import Interval, estimate_interval
 
 _RESULTS = Path(__file__).parents[2] / "bench" / "results"
 _ABOUT = (
@@ -43,8 +43,8 @@ def class_errors(found: Sequence[Compared]) -> dict[str, Any]:
 def _of(found: Sequence[Compared], own: Sequence[float]) -> dict[str, Any]:
     """``own``: memory of GPUs that runs of our own took over what was predicted (bench/plan_accuracy.py)."""
     return {
-        "memory": _told(interval_of([*(1 / one.memory for one in found if one.memory is not None), *own])),
-        "speed": _told(interval_of(1 / one.speed for one in found if one.speed is not None)),
+        "memory": _told(estimate_interval([*(1 / one.memory for one in found if one.memory is not None), *own])),
+        "speed": _told(estimate_interval(1 / one.speed for one in found if one.speed is not None)),
     }
 
 
@@ -53,8 +53,8 @@ def _of_cpu() -> dict[str, Any]:
     memory = _cases(_RESULTS / "plan_memory_cpu_13.json")
     times = _cases(_RESULTS / "plan_time.json")
     return {
-        "memory": _told(interval_of(case["measured"] / case["predicted"] for case in memory)),
-        "speed": _told(interval_of(case["datasheet"] / case["measured"] for case in times)),
+        "memory": _told(estimate_interval(case["measured"] / case["predicted"] for case in memory)),
+        "speed": _told(estimate_interval(case["datasheet"] / case["measured"] for case in times)),
     }
 
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 
-from trainwright.engine.optimizer import optimizer_factory
-from trainwright.engine.task import task_module
+from trainwright.engine.optimizer import build_optimizer_factory
+from trainwright.engine.task import import_task_module
 from trainwright.errors import MachineError
-from trainwright.machine.cache import cache_root
+from trainwright.machine.cache import find_cache_root
 from trainwright.parallel.strategy import StrategyConfig, build_strategy
 from trainwright.parallel.world import World, join, leave
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.sections.parallel import ParallelSection
-from trainwright.run.group.contract import agree, check_layout
+from trainwright.run.group.contract import check_agreement, check_layout
 
 
 def refused(kind: str, run: str) -> int:
@@ -38,7 +38,7 @@ def _go(kind: str, run: Path, rank: int) -> None:
     parallel = recipe.parallel
     if kind == "another strategy":
         parallel = ParallelSection(strategy="ddp", num_processes=parallel.num_processes)
-    task = task_module(recipe).build(recipe.model_copy(update={"parallel": parallel}), cache_root())
+    task = import_task_module(recipe).build(recipe.model_copy(update={"parallel": parallel}), find_cache_root())
     if task.weights is not None:
         task.weights.load(rank)
     if kind == "weights" and tampered:
@@ -46,11 +46,11 @@ def _go(kind: str, run: Path, rank: int) -> None:
             next(task.module.parameters()).mul_(1.001)
     world = join("cpu")
     try:
-        agree(recipe, task, world)
+        check_agreement(recipe, task, world)
         dtype = torch.bfloat16 if kind == "dtype" and tampered else torch.float32
         if kind == "alone" and tampered:
             world = World(rank=0, size=1, local_rank=0, local_size=1, device=world.device)
-        make = optimizer_factory(recipe.optimizer)
+        make = build_optimizer_factory(recipe.optimizer)
         strategy = build_strategy(
             StrategyConfig(parallel, world, task.module, make, dtype, task.blocks(), task.weights)
         )

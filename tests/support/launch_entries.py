@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from trainwright.errors import EXIT_STOPPED, RequestError, TrainingError, TrainwrightError
-from trainwright.run.process import console, preload_libraries, run_in_child
+from trainwright.run.process import find_console, preload_libraries, run_in_child
 from trainwright.run.shutdown.stop import Stopping, set_fresh, stop_requested
 
 
@@ -24,7 +24,7 @@ def entry(kind: str, logs: Path) -> int:
     rank = dist.get_rank()
     print(f"library noise of rank {rank}, {torch.get_num_threads()} threads, imported before: {imported}")
     os.system(f"echo native noise of rank {rank}")
-    if (stream := console()) is not None:
+    if (stream := find_console()) is not None:
         print(f"on the console: rank {rank} port {os.environ['MASTER_PORT']}", file=stream, flush=True)
     dist.barrier()
     _write(logs / f"ready-{rank}", str(os.getpid()))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.engine.event_reader import read_log, resumed_step
+from trainwright.engine.event_reader import find_resumed_step, read_log
 from trainwright.observe.ledger import RankLedger, read_ledger
 
 
@@ -18,7 +18,7 @@ def whole_ledger(run: Path, ranks: int) -> list[RankLedger]:
         if event["event"] == "step":
             ended[event["step"]] = event["time"]
         elif event["event"] in ("start", "rewind"):
-            step = resumed_step(event) or 0
+            step = find_resumed_step(event) or 0
             undone += event["time"] - ended[step]
             ended = {number: time for number, time in ended.items() if number <= step}
     ledger = read_ledger(run, events)

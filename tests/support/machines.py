@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from trainwright.machine.links import Link, fabric, pcie
+from trainwright.machine.links import Link, build_fabric_link, build_pcie_link
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.machine.processor import Processor
 
@@ -36,9 +36,9 @@ def _gpu(name: str, gib: float, capability: tuple[int, int], link: Link | None, 
     return Gpu(name, int(gib * GIB), capability, int(gib * 0.98 * GIB), link, host_link)
 
 
-_H100 = _gpu("NVIDIA H100 80GB HBM3", 79.6, (9, 0), fabric("nvlink", 4, 450e9, 8), pcie(5))
-_T4 = _gpu("Tesla T4", 14.7, (7, 5), pcie(3, direct=False), pcie(3))
-_P100 = _gpu("Tesla P100-PCIE-16GB", 15.9, (6, 0), pcie(3, direct=False), pcie(3))
+_H100 = _gpu("NVIDIA H100 80GB HBM3", 79.6, (9, 0), build_fabric_link("nvlink", 4, 450e9, 8), build_pcie_link(5))
+_T4 = _gpu("Tesla T4", 14.7, (7, 5), build_pcie_link(3, direct=False), build_pcie_link(3))
+_P100 = _gpu("Tesla P100-PCIE-16GB", 15.9, (6, 0), build_pcie_link(3, direct=False), build_pcie_link(3))
 
 MACHINES: dict[str, Machine] = {
     # Without units for bf16.
@@ -62,7 +62,7 @@ MACHINES: dict[str, Machine] = {
     "8-cores-apple": _cores("arm", 8, 16, Processor(), free=None),
     # With GPUs, used or not.
     "rtx-4090": _gpus(
-        _gpu("NVIDIA GeForce RTX 4090", 23.6, (8, 9), pcie(4, direct=False), pcie(4)),
+        _gpu("NVIDIA GeForce RTX 4090", 23.6, (8, 9), build_pcie_link(4, direct=False), build_pcie_link(4)),
         cores=24,
         gib=64,
         processor=Processor("GenuineIntel", 6, _AVX2, 5.5e9),

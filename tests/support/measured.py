@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from trainwright.doctor.calibrate_worker import curve_of
+from trainwright.doctor.calibrate_worker import build_curve
 from trainwright.machine.measured.calibration import Calibration, Curve, ProcessRates
 
 _WIDTHS = ((512, 512), (1024, 512), (512, 1024))
@@ -32,10 +32,10 @@ def _setting(processes: int, threads: int, rate: float, bf16: float) -> ProcessR
         for layout in ("forward", "input", "weight"):
             sizes = [(m, n, k) for n, k in _WIDTHS for m in _TOKENS]
             name = f"product/{precision}/{layout}"
-            curves[name] = curve_of(name, [_row(size, 2 * math.prod(size) / (rate * times)) for size in sizes])
-        curves[f"loss/{precision}"] = curve_of(f"loss/{precision}", [_row((2**19,), 3e-3 / threads)])
-    curves["traffic/fp32/copy"] = curve_of("traffic/fp32/copy", [_row((2**21,), 1e-4), _row((2**25,), 1e-2)])
-    curves["optimizer"] = curve_of("optimizer", [_row((2**21,), 4e-3 / threads)])
+            curves[name] = build_curve(name, [_row(size, 2 * math.prod(size) / (rate * times)) for size in sizes])
+        curves[f"loss/{precision}"] = build_curve(f"loss/{precision}", [_row((2**19,), 3e-3 / threads)])
+    curves["traffic/fp32/copy"] = build_curve("traffic/fp32/copy", [_row((2**21,), 1e-4), _row((2**25,), 1e-2)])
+    curves["optimizer"] = build_curve("optimizer", [_row((2**21,), 4e-3 / threads)])
     return ProcessRates(processes, threads, curves, launch=4e-6)
 
 

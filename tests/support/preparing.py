@@ -34,10 +34,10 @@ def prepare_rows(
     import datasets  # noqa: F401 (another user may not be allowed to read all of it)
 
     from trainwright.data.stream.dataset_cache import prepare
-    from trainwright.models.tokenization import bytes_tokenizer
+    from trainwright.models.tokenization import build_bytes_tokenizer
     from trainwright.recipe.schema import DataSection
 
-    tokenizer = bytes_tokenizer()
+    tokenizer = build_bytes_tokenizer()
     if time is not None:
         os.utime(rows, (time, time))
     if user is not None:

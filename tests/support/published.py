@@ -19,11 +19,11 @@ from typing import Any, Literal
 from tests.support.published_figures import config_of
 from trainwright.errors import RequestError
 from trainwright.machine.describe import parse_machine
-from trainwright.planning.errors import Interval, classes_of, errors_of
-from trainwright.planning.memory.peak import Memory, memory_of
+from trainwright.planning.errors import Interval, list_kinds, look_up_errors
+from trainwright.planning.memory.peak import Memory, estimate_memory
 from trainwright.planning.search import Verdict
 from trainwright.planning.step_time.rates import Rates
-from trainwright.planning.step_time.step import step_time
+from trainwright.planning.step_time.step import estimate_step_time
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.sections.model import AdapterSection
@@ -81,8 +81,8 @@ def compare(figure: dict[str, Any]) -> Compared:
             figure, other=", ".join(dict.fromkeys([*differences(figure, "speed"), *differences(figure, "memory")]))
         )
     workload, choice = _workload(figure, cluster.devices), _choice(figure, cluster.devices)
-    time = step_time(workload, choice, cluster, Rates(cluster))
-    memory = memory_of(workload, choice, cluster)
+    time = estimate_step_time(workload, choice, cluster, Rates(cluster))
+    memory = estimate_memory(workload, choice, cluster)
     each, measured = time.tokens_per_second / cluster.devices, figure["measured"]
     told = _counted(memory, measured.get("memory_kind"))
     return Compared(
@@ -91,8 +91,8 @@ def compare(figure: dict[str, Any]) -> Compared:
         told / 2**30,
         each / speed if speed else None,
         told / 2**30 / held if held and _is_need(figure) else None,
-        _verdict(memory.total, cluster.usable_bytes, errors_of(workload, choice, cluster).memory),
-        classes_of(workload, choice, cluster),
+        _verdict(memory.total, cluster.usable_bytes, look_up_errors(workload, choice, cluster).memory),
+        list_kinds(workload, choice, cluster),
     )
 
 
@@ -174,7 +174,7 @@ def _workload(figure: dict[str, Any], devices: int) -> Workload:
     assert config is not None, figure["id"]
     model = TracedModel.of(config)
     return Workload(
-        model=model if adapter is None else model.adapted(_adapter(adapter)),
+        model=model if adapter is None else model.add_adapter(_adapter(adapter)),
         row_tokens=figure["sequence_length"] // (figure.get("sequence_parallel") or 1),
         global_batch_rows=figure["micro_batch_size"] * accumulation * devices,
         packed=figure["packed"],

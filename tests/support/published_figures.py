@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from trainwright.errors import RequestError
 from trainwright.machine.catalog import find_card
-from trainwright.planning.trace.catalog import known_model
+from trainwright.planning.trace.catalog import look_up_model
 
 Half = Literal["mend", "check"]
 Figure = dict[str, Any]
@@ -80,7 +80,7 @@ def config_of(figure: Figure) -> Mapping[str, Any] | None:
     if "config" in figure:
         config: dict[str, Any] = figure["config"]
         return config
-    model = known_model(figure["model"])
+    model = look_up_model(figure["model"])
     return None if model is None else model.config
 
 

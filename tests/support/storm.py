@@ -29,7 +29,7 @@ from tests.support.runs import ON_ROWS, TINY
 from tests.support.slurm import Slurm
 from trainwright.faults.drills import invariants, watched_commands
 from trainwright.faults.drills.invariants import InvariantBroken, require
-from trainwright.faults.drills.trial_settings import shortened
+from trainwright.faults.drills.trial_settings import load_shortened_recipe
 from trainwright.recipe.loading import dump_recipe
 
 START, STEP, EVALUATION, CHECKPOINT = "start-up", "step", "evaluation", "checkpoint"
@@ -118,7 +118,7 @@ class _Scene:
             time.sleep(self.draw.uniform(0, 2.0 if self.trial.phase == START else STEP_SECONDS))
             if self._state(job) not in ("RUNNING", "CONFIGURING"):
                 raise _Missed(f"the job was {self._state(job)} before the interruption")
-            reached = invariants.last_step(self.run)
+            reached = invariants.find_last_step(self.run)
             undo = self.interruption.act(self.slurm, job, self.draw)
             self._wait_until(lambda: self._state(job) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"), job, "no end")
             undo()
@@ -164,8 +164,8 @@ class _Scene:
     def _check(self, job: str, wanted: Path, reached: int) -> None:
         state, log = self._state(job), self._log()
         require(state in self.interruption.ends, f"the job ended as {state}: {self._shown(job)}\n{log}")
-        invariants.complete_and_same(self.run, wanted, exact=True)
-        invariants.none_lost(self.run)
+        invariants.check_complete_and_same(self.run, wanted, exact=True)
+        invariants.check_none_lost(self.run)
         left = [path.name for path in (self.run / "checkpoints").iterdir() if path.name.startswith(".")]
         require(not left, f"left in checkpoints/: {left}")
         require("Traceback (most recent call last)" not in log, f"a traceback in the log: {log}")
@@ -206,7 +206,9 @@ def recipe_in(shared: Path) -> Path:
     if not file.exists():
         shared.mkdir(parents=True, exist_ok=True)
         settings = (ON_ROWS, "train.step_policies=['tests.support.slow_steps:SlowSteps']", "parallel.strategy=auto")
-        recipe = shortened(TINY, [*settings, "evaluate.prompts=['What is a list?']", "parallel.num_processes=auto"])
+        recipe = load_shortened_recipe(
+            TINY, [*settings, "evaluate.prompts=['What is a list?']", "parallel.num_processes=auto"]
+        )
         own = file.with_name(f"recipe-{os.getpid()}.yaml")
         own.write_text(dump_recipe(recipe), encoding="utf-8")
         own.replace(file)
@@ -242,7 +244,7 @@ def make_references(work: Path) -> None:
 def _lost(run: Path) -> int:
     """The most steps that one start did again."""
     lost, last = 0, 0
-    for event in invariants.lines(run):
+    for event in invariants.read_lines(run):
         if event["event"] == "start":
             lost, last = max(lost, last - int(event["resumed_from"] or 0)), int(event["resumed_from"] or 0)
         elif event["event"] == "step":

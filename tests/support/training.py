@@ -16,11 +16,11 @@ import torch
 from tests.support.runs import ON_ROWS, TINY, Runs
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, Checkpoints
 from trainwright.engine.events import EventLog, Record
-from trainwright.engine.optimizer import Schedule, optimizer_factory
+from trainwright.engine.optimizer import Schedule, build_optimizer_factory
 from trainwright.engine.policies.base import TrainingContext
-from trainwright.engine.task import Task, task_module
+from trainwright.engine.task import Task, import_task_module
 from trainwright.engine.trainer import Trainer
-from trainwright.machine.cache import cache_root
+from trainwright.machine.cache import find_cache_root
 from trainwright.machine.detect import detect
 from trainwright.models.causal_lm import compile_blocks
 from trainwright.models.recompute import save_activation_memory
@@ -92,7 +92,7 @@ def built(world: World, overrides: Iterable[str]) -> tuple[RecipeSchema, Task, S
     """`tiny` with these overrides, spread over the world as a worker does it."""
     fixed = (ON_ROWS, f"parallel.num_processes={world.size}")
     recipe = resolve(load_recipe(TINY, [*fixed, *overrides]), detect()).recipe
-    task = task_module(recipe).build(recipe, cache_root())
+    task = import_task_module(recipe).build(recipe, find_cache_root())
     if task.weights is not None:
         task.weights.load(world.rank)
     save_activation_memory(
@@ -100,7 +100,7 @@ def built(world: World, overrides: Iterable[str]) -> tuple[RecipeSchema, Task, S
     )
     if recipe.train.compile is True:
         compile_blocks(task.blocks())
-    make, dtype = optimizer_factory(recipe.optimizer), DTYPES[str(recipe.train.mixed_precision)]
+    make, dtype = build_optimizer_factory(recipe.optimizer), DTYPES[str(recipe.train.mixed_precision)]
     seed = None if recipe.optimizer.master_weights else recipe.train.seed
     setup = StrategyConfig(recipe.parallel, world, task.module, make, dtype, task.blocks(), task.weights, seed)
     return recipe, task, build_strategy(setup)

@@ -77,7 +77,7 @@ def write_whole(kind: str, directory: Path) -> Path:
     import torch
     from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
-    from trainwright.models.tokenization import bytes_tokenizer
+    from trainwright.models.tokenization import build_bytes_tokenizer
 
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -85,6 +85,6 @@ def write_whole(kind: str, directory: Path) -> Path:
         for parameter in model.parameters():  # some are initialized to zero or one
             parameter.data += 0.02 * torch.randn_like(parameter)
     model.save_pretrained(directory)
-    bytes_tokenizer().save_pretrained(directory)
+    build_bytes_tokenizer().save_pretrained(directory)
     (directory / "preprocessor_config.json").write_text('{"image_processor_type": "SiglipImageProcessor"}\n')
     return directory

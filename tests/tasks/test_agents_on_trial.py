@@ -12,7 +12,7 @@ import torch
 
 from tests.support.learners import write_histories
 from trainwright.tasks.algorithm_distillation.environments import make
-from trainwright.tasks.algorithm_distillation.evaluation import best_copies
+from trainwright.tasks.algorithm_distillation.evaluation import average_best_copies
 from trainwright.tasks.algorithm_distillation.histories import Histories
 from trainwright.tasks.algorithm_distillation.in_context import Agents, Context, Trial, evaluate_model, play
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape, Steps
@@ -130,9 +130,9 @@ def test_an_agent_samples_at_first_and_is_greedy_after_its_own_episodes() -> Non
 
 def test_the_best_copy_is_chosen_by_other_episodes_than_it_is_measured_on() -> None:
     returns = np.array([[[9, 1, 1, 2, 2], [0, 3, 5, 1, 0], [0, 0, 0, 8, 8]]], np.float32)
-    chosen = best_copies(returns, 2)
+    chosen = average_best_copies(returns, 2)
     assert chosen is not None and chosen.tolist() == [0.5]
-    assert best_copies(returns, 3) is None and best_copies(returns[:, :1], 2) is None
+    assert average_best_copies(returns, 3) is None and average_best_copies(returns[:, :1], 2) is None
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
@@ -143,7 +143,7 @@ def test_actions_are_learnt_with_the_smoothing_that_is_asked_for(file: Path, smo
     objective = HistoryObjective(HistoryModel(SHAPE, seed=3), LossWeights(label_smoothing=smoothing)).eval()
     with torch.no_grad():
         total, action_loss, correct, count, *_ = objective(batch).tolist()
-        hidden = objective.model.at_steps(objective.model.decoded(objective.model.tokens(batch.steps)))
+        hidden = objective.model.select_at_steps(objective.model.decode_tokens(objective.model.tokens(batch.steps)))
         logits = objective.model.act(hidden[batch.targets])
     actions = batch.actions[batch.targets]
     expected = torch.nn.functional.cross_entropy(logits, actions, label_smoothing=smoothing, reduction="sum")

@@ -17,13 +17,18 @@ from tests.support.learners import write_histories
 from tests.support.runs import ROOT, Runs, column, difference, events
 from tests.support.slow import slow_but
 from trainwright.tasks.algorithm_distillation.environments import make
-from trainwright.tasks.algorithm_distillation.evaluation import interval, last_episodes
+from trainwright.tasks.algorithm_distillation.evaluation import compute_interval, select_last_episodes
 from trainwright.tasks.algorithm_distillation.histories import Histories, History, write
-from trainwright.tasks.algorithm_distillation.in_context import Trial, context_stride, evaluate_model, evaluate_random
+from trainwright.tasks.algorithm_distillation.in_context import (
+    Trial,
+    choose_context_stride,
+    evaluate_model,
+    evaluate_random,
+)
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape
 from trainwright.tasks.algorithm_distillation.objective import HistoryObjective, LossWeights
 from trainwright.tasks.algorithm_distillation.spec import AlgorithmDistillationSection, SourceAlgorithmSection
-from trainwright.tasks.algorithm_distillation.task import other_source, short_histories
+from trainwright.tasks.algorithm_distillation.task import warn_of_other_source, warn_of_short_histories
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 
 TINY = ROOT / "recipes" / "algorithm_distillation" / "tiny.yaml"
@@ -223,16 +228,16 @@ def test_histories_of_another_source_than_the_recipes_are_told_of() -> None:
     section = AlgorithmDistillationSection(source=SourceAlgorithmSection(name="q-learning", steps=400))
     made_by = section.source.algorithm
     for unknown in ({}, {"name": "scripted"}, made_by):
-        assert other_source(section, unknown) is None
-    warning = other_source(section, {**made_by, "steps": 200})
+        assert warn_of_other_source(section, unknown) is None
+    warning = warn_of_other_source(section, {**made_by, "steps": 200})
     assert warning is not None and "was made with steps 200, but the recipe has 400" in warning
-    warning = other_source(section, SourceAlgorithmSection().algorithm)
+    warning = warn_of_other_source(section, SourceAlgorithmSection().algorithm)
     assert warning is not None and "was made with name ppo, but the recipe has q-learning" in warning
 
 
 def test_a_context_that_no_history_fills_is_warned_of(file: Path) -> None:
-    assert short_histories(windows_of(file, steps=48)) is None
-    warning = short_histories(windows_of(file, steps=49))
+    assert warn_of_short_histories(windows_of(file, steps=48)) is None
+    warning = warn_of_short_histories(windows_of(file, steps=49))
     assert warning is not None and "history (subsample 2) has 48 steps, but a window has 49" in warning
 
 
@@ -274,15 +279,17 @@ def test_random_actions_find_less_than_the_optimum() -> None:
 
 def test_a_full_context_forgets_whole_episodes() -> None:
     shape = HistoryShape((9, 9), 5, 16, 1, 2, "transition", "rotary", steps=240)
-    assert context_stride(shape, 20) == 120 and context_stride(shape, 100) == 100
-    assert 1 <= context_stride(shape, 300) <= 240
+    assert choose_context_stride(shape, 20) == 120 and choose_context_stride(shape, 100) == 100
+    assert 1 <= choose_context_stride(shape, 300) <= 240
 
 
 def test_intervals_hold_the_mean_of_other_copies() -> None:
     chance = np.random.default_rng(0)
     held = 0
     for _ in range(200):
-        mean, low, high = interval(chance.normal([[1.0], [5.0], [9.0]], [[1.0], [2.0], [0.5]], (3, 16))[..., None])
+        mean, low, high = compute_interval(
+            chance.normal([[1.0], [5.0], [9.0]], [[1.0], [2.0], [0.5]], (3, 16))[..., None]
+        )
         held += low <= 5.0 <= high
         assert low < mean < high
     assert 175 <= held <= 199
@@ -291,10 +298,10 @@ def test_intervals_hold_the_mean_of_other_copies() -> None:
 def test_streams_of_fewer_episodes_count_by_those_they_have() -> None:
     nan = np.nan
     returns = np.array([[[1, 2, 3, nan], [1, 4, nan, nan]], [[5, 5, 5, 5], [nan] * 4]], np.float32)
-    assert last_episodes(returns, 2)[:1].tolist() == [[[2, 3], [1, 4]]]
-    mean, low, high = interval(last_episodes(returns, 2))
+    assert select_last_episodes(returns, 2)[:1].tolist() == [[[2, 3], [1, 4]]]
+    mean, low, high = compute_interval(select_last_episodes(returns, 2))
     assert mean == (2.5 + 5) / 2 and low == high == mean  # of the second task there is one stream, which varies not
-    assert np.isnan(interval(returns[..., 3:])).all()
+    assert np.isnan(compute_interval(returns[..., 3:])).all()
 
 
 @pytest.mark.slow

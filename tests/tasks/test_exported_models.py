@@ -16,8 +16,8 @@ from tests.support.runs import ON_ROWS, TINY, Runs, events
 from tests.support.training import ALONE, trainer_of
 from trainwright.engine.checkpoints.export import check_export, export
 from trainwright.errors import TrainingError
-from trainwright.models.files import check_saved, logits_of, save_model
-from trainwright.models.tokenization import bytes_tokenizer, ending_turns
+from trainwright.models.files import check_saved, compute_logits, save_model
+from trainwright.models.tokenization import build_bytes_tokenizer, end_texts_at_turns
 
 SIZES: dict[str, Any] = {
     "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -30,7 +30,7 @@ IDS = torch.arange(3, 40)[None]
 
 def make_base(directory: Path, kind: str = "llama", dtype: torch.dtype = torch.float32, **fields: Any) -> Path:
     """A base model as labs publish them: texts end at <|endoftext|>, and there is no chat template."""
-    tokenizer = bytes_tokenizer()
+    tokenizer = build_bytes_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
     tokenizer.chat_template = None
     torch.manual_seed(0)
@@ -123,14 +123,14 @@ def test_the_stop_is_saved_with_an_adapter_and_merged(runs: Runs, tmp_path: Path
 
 @pytest.mark.parametrize("opening", ["", "\n", " \n\n", "  {% if true %}{% endif %}\n A"])
 def test_a_template_that_writes_the_end_of_a_text_renders_as_before(opening: str) -> None:
-    tokenizer = bytes_tokenizer()
+    tokenizer = build_bytes_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<|endoftext|>"})
     tokenizer.chat_template = opening + (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% else %}{{ eos_token }}{% endif %}"
     )
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
-    final, _, _ = ending_turns(tokenizer, AutoConfig.for_model("llama", **SIZES), None)
+    final, _, _ = end_texts_at_turns(tokenizer, AutoConfig.for_model("llama", **SIZES), None)
     assert final.eos_token == "<|im_end|>"
     before, after = (each.apply_chat_template(messages, tokenize=False) for each in (tokenizer, final))
     assert after == before and str(after).endswith("<|im_end|><|endoftext|>")
@@ -164,8 +164,8 @@ def test_the_model_is_saved_in_the_precision_of_its_base_or_the_recipe(
 
 def test_a_saved_model_that_is_not_the_trained_one_is_refused(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(make_base(tmp_path / "base")).eval()
-    checksums = save_model(tmp_path / "saved", model.config, model.state_dict(), bytes_tokenizer())
-    expected = logits_of(model, IDS)
+    checksums = save_model(tmp_path / "saved", model.config, model.state_dict(), build_bytes_tokenizer())
+    expected = compute_logits(model, IDS)
     check_saved(tmp_path / "saved", checksums, IDS, expected)
     settings = json.loads((tmp_path / "saved" / "config.json").read_text())
     other = settings | {"rope_parameters": {"rope_type": "default", "rope_theta": 10.0}}
@@ -181,8 +181,8 @@ def test_a_model_whose_logits_are_all_zero_passes_the_check(tmp_path: Path) -> N
     model = AutoModelForCausalLM.from_pretrained(make_base(tmp_path / "base")).eval()
     with torch.no_grad():
         model.model.norm.weight.zero_()
-    checksums = save_model(tmp_path / "saved", model.config, model.state_dict(), bytes_tokenizer())
-    expected = logits_of(model, IDS)
+    checksums = save_model(tmp_path / "saved", model.config, model.state_dict(), build_bytes_tokenizer())
+    expected = compute_logits(model, IDS)
     assert not expected.any()
     check_saved(tmp_path / "saved", checksums, IDS, expected)
 
@@ -195,10 +195,10 @@ def test_a_mixture_whose_rounded_routing_differs_for_a_token_passes_the_check(tm
         for name, parameter in model.named_parameters():
             parameter.mul_(10.0 if "experts" in name else 1.0)
     checksums = save_model(
-        tmp_path / "saved", model.config, model.state_dict(), bytes_tokenizer(), dtype=torch.bfloat16
+        tmp_path / "saved", model.config, model.state_dict(), build_bytes_tokenizer(), dtype=torch.bfloat16
     )
-    expected = logits_of(model, IDS)
-    loaded = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16).eval(), IDS)
+    expected = compute_logits(model, IDS)
+    loaded = compute_logits(AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16).eval(), IDS)
     assert float((loaded - expected).abs().max()) > 0.2 * float(expected.abs().max()), "a token has another expert"
     assert check_saved(tmp_path / "saved", checksums, IDS, expected) is None
     # All positions of a model that is another one differ.
@@ -239,8 +239,8 @@ def test_tied_weights_that_differ_and_values_beyond_fp16_are_not_saved(tmp_path:
     state = dict(model.state_dict())
     state["lm_head.weight"] = state["lm_head.weight"] + 1
     with pytest.raises(TrainingError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
-        save_model(tmp_path / "saved", model.config, state, bytes_tokenizer())
+        save_model(tmp_path / "saved", model.config, state, build_bytes_tokenizer())
     state = dict(model.state_dict()) | {"model.norm.weight": torch.full((32,), 1e5)}
     with pytest.raises(TrainingError, match=r"fp16: model.norm.weight has values of up to 1e\+05"):
-        save_model(tmp_path / "saved", model.config, state, bytes_tokenizer(), dtype=torch.float16)
+        save_model(tmp_path / "saved", model.config, state, build_bytes_tokenizer(), dtype=torch.float16)
     assert not (tmp_path / "saved").exists()

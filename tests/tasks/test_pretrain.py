@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM
 from tests.support.runs import ROOT, Runs, column, difference, events
 from tests.support.slow import slow_but
 from tests.support.training import Case, Trained, train
-from trainwright.engine.optimizers.muon import Muon, orthogonalized
+from trainwright.engine.optimizers.muon import Muon, orthogonalize
 from trainwright.engine.progress import LossStatistics, Noise
 from trainwright.errors import RequestError
-from trainwright.models.tokenization import bytes_tokenizer
-from trainwright.planning.facts import facts_of
+from trainwright.models.tokenization import build_bytes_tokenizer
+from trainwright.planning.facts import build_facts
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import OptimizerSection
-from trainwright.tasks.pretrain.task import token_bytes
+from trainwright.tasks.pretrain.task import count_token_bytes
 
 RECIPES = sorted((ROOT / "recipes" / "pretrain").glob("*.yaml"))
 GPT = "{model_type: gpt, variant: modern, hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 4, \
@@ -191,7 +191,7 @@ def test_recipes_are_read_and_planned(path: Path, tmp_path: Path) -> None:
     # The vocabulary of a tokenizer that only the hub has is written down.
     tokenizer = () if path.stem in ("shakespeare", "stdlib-tiny") else ("model.tokenizer=bytes",)
     recipe = load_recipe(path, (*local, *tokenizer))
-    facts = facts_of(recipe)
+    facts = build_facts(recipe)
     assert facts.workload.facts.total > 0
     assert facts.workload.steps
 
@@ -230,7 +230,7 @@ def test_muon_is_torchs_with_its_scale() -> None:
         reference.step()
     # It iterates in bf16.
     assert (ours - theirs).abs().max() < 0.02 * (theirs - start).abs().max()
-    values = torch.linalg.svdvals(orthogonalized(torch.randn(30, 50)))
+    values = torch.linalg.svdvals(orthogonalize(torch.randn(30, 50)))
     assert values.min() > 0.5
     assert values.max() < 1.5
 
@@ -254,8 +254,8 @@ def test_a_spike_is_left_out_and_a_new_level_is_not() -> None:
 
 
 def test_bytes_of_tokens_are_those_of_the_text() -> None:
-    tokenizer = bytes_tokenizer()
-    sizes = token_bytes(tokenizer, 300)
+    tokenizer = build_bytes_tokenizer()
+    sizes = count_token_bytes(tokenizer, 300)
     text = "Größe — 1 €\n"
     assert sizes[tokenizer(text)["input_ids"]].sum() == len(text.encode())
     assert sizes[tokenizer.eos_token_id] == 0

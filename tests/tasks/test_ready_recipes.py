@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.runs import ROOT, ROWS, Runs, column, events
 from trainwright.machine.describe import parse_machine
-from trainwright.planning.facts import facts_of
-from trainwright.planning.plan import constraints_of, make_plan
+from trainwright.planning.facts import build_facts
+from trainwright.planning.plan import build_constraints, make_plan
 from trainwright.recipe.loading import load_recipe
 
 RECIPES = ROOT / "recipes"
@@ -52,11 +52,11 @@ def test_recipes_fit_the_machines_that_they_are_for(
 ) -> None:
     monkeypatch.chdir(ROOT)
     recipe = load_recipe(RECIPES / f"{name}.yaml", overrides)
-    plan = make_plan(constraints_of(recipe), facts_of(recipe).workload, parse_machine(machine))
+    plan = make_plan(build_constraints(recipe), build_facts(recipe).workload, parse_machine(machine))
     assert plan.fits, plan
     if name == "sft/gemma-27b" and not overrides:
         whole = load_recipe(RECIPES / f"{name}.yaml", ["model.adapter=none"])
-        assert not make_plan(constraints_of(whole), facts_of(whole).workload, parse_machine(machine)).fits
+        assert not make_plan(build_constraints(whole), build_facts(whole).workload, parse_machine(machine)).fits
 
 
 @pytest.mark.slow

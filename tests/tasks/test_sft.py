@@ -145,7 +145,7 @@ def test_the_finished_model_is_the_last_checkpoint(run: Path) -> None:
     model, _ = load(run)
     checkpoint = Checkpoint.open(run / "checkpoints" / "step-00000010")
     assert checkpoint.state["progress"]["tokens"] == column(run, "tokens")[-1]
-    with checkpoint.reader() as read:
+    with checkpoint.open_reader() as read:
         for name, parameter in model.named_parameters():
             assert torch.equal(read(f"model.model.{name}", Shard.full(parameter)), parameter), name
 
@@ -157,7 +157,7 @@ def test_the_finished_model_has_the_logits_of_the_trained_one(reference: Path) -
     model, tokenizer = load(reference)
     assert model.config.dtype == torch.float32
     trained = load_model(load_recipe(reference / "recipe.yaml").model, torch.float32, 0, tokenizer)
-    with Checkpoint.open(reference / "checkpoints" / "step-00000010").reader() as read, torch.no_grad():
+    with Checkpoint.open(reference / "checkpoints" / "step-00000010").open_reader() as read, torch.no_grad():
         for name, parameter in trained.named_parameters():
             parameter.copy_(read(f"model.model.{name}", Shard.full(parameter)))
     ids = torch.tensor([tokenizer("What is 7 times 8?")["input_ids"]])

@@ -13,7 +13,7 @@ from trainwright.data.stream.batch import collate_examples
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.models.linear_losses import Head, linear_cross_entropy
 from trainwright.tasks.sft.spec import SftSection
-from trainwright.tasks.sft.task import dft, eaft_weights
+from trainwright.tasks.sft.task import compute_eaft_weights, dft
 
 SMALL = ("data.validation=8", "train.max_steps=3", "train.micro_batch_size=1", "train.mixed_precision=no")
 SMALL += ("model.dropout=0",)
@@ -35,7 +35,7 @@ def test_the_weights_of_entropy_adaptive_fine_tuning_are_those_of_the_authors() 
     weight, targets = 3 * torch.randn(40, 5, dtype=torch.float64), torch.randint(40, (7,))
     section = SftSection(loss="eaft", eaft_power=1.5)
     total = linear_cross_entropy(
-        head := Head(hidden, weight, None), targets, target_weights=eaft_weights(head, section).double()
+        head := Head(hidden, weight, None), targets, target_weights=compute_eaft_weights(head, section).double()
     )
     (gradient,) = torch.autograd.grad(total, hidden)
     logits = hidden @ weight.T
@@ -48,7 +48,7 @@ def test_the_weights_of_entropy_adaptive_fine_tuning_are_those_of_the_authors() 
     assert torch.allclose(total, expected, rtol=1e-6) and torch.allclose(gradient, of_theirs, rtol=1e-6, atol=1e-9)
     few = SftSection(loss="eaft", eaft_top=500, eaft_divisor=1.0)  # all there are: the entropy of the prediction
     whole = torch.distributions.Categorical(logits=logits.detach()).entropy()
-    assert torch.allclose(eaft_weights(head, few).double(), whole, rtol=1e-5)
+    assert torch.allclose(compute_eaft_weights(head, few).double(), whole, rtol=1e-5)
 
 
 def test_a_run_by_entropy_is_the_same_on_any_number_of_processes_and_resumed(runs: Runs, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import trainwright
 from trainwright.recipe.registries import TASKS
-from trainwright.recipe.schema import RecipeSchema, recipe_model
+from trainwright.recipe.schema import RecipeSchema, build_recipe_model
 from trainwright.recipe.task_spec import TaskSpec
 
 SOURCES = Path(trainwright.__file__).parent
@@ -80,14 +80,15 @@ def test_no_special_case_of_a_task_is_outside_its_folder() -> None:
 
 def test_the_specs_import_no_torch() -> None:
     seen = (
-        "from trainwright.recipe.schema import recipe_model; recipe_model(); import sys; print('torch' in sys.modules)"
+        "from trainwright.recipe.schema import build_recipe_model; build_recipe_model(); import sys; print('torch' in "
+        "sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True).stdout == "False\n"
 
 
 def test_the_sections_of_a_recipe_are_those_of_the_specs() -> None:
     sections = {name for name in TASKS.names() if TASKS.get(name).section is not None}
-    assert set(recipe_model().model_fields) == {*RecipeSchema.model_fields, *sections}
+    assert set(build_recipe_model().model_fields) == {*RecipeSchema.model_fields, *sections}
 
 
 @pytest.mark.parametrize("name", TASKS.names())
@@ -101,5 +102,5 @@ def test_every_spec_names_code_that_builds_the_task(name: str) -> None:
 def test_a_task_adds_keys_and_changes_none() -> None:
     theirs = {"data": {"train": "other rows", "max_length": 8}, "train": {"epochs": 2}, "seed": None}
     spec = TaskSpec(name="copy", summary="copying", module="copying", fill=lambda values: {**values, **theirs})
-    found = spec.filled({"data": {"train": "rows.jsonl"}, "train": None})
+    found = spec.fill_values({"data": {"train": "rows.jsonl"}, "train": None})
     assert found == {"data": {"train": "rows.jsonl", "max_length": 8}, "train": None, "seed": None}

@@ -16,7 +16,7 @@ from tests.inference.evaluation.unlearning.benchmark import write_tofu
 from tests.support.runs import Runs, column, difference, events
 from tests.support.slow import slow_but
 from tests.support.unlearning import OBJECTIVES, write_rows
-from trainwright.planning.facts import Facts, facts_of
+from trainwright.planning.facts import Facts, build_facts
 from trainwright.recipe.loading import load_recipe
 from trainwright.tasks.unlearn.task import prepare_once
 
@@ -148,7 +148,7 @@ def test_a_plan_counts_the_tokens_of_all_alternates_as_the_run_does(
     lengths = ("data.max_length=160", "data.pack_length=null")
 
     def planned(objective: str) -> Facts:
-        return facts_of(load_recipe(recipe, [f"unlearn.objective={objective}", *lengths]))
+        return build_facts(load_recipe(recipe, [f"unlearn.objective={objective}", *lengths]))
 
     estimated = {name: planned(name).workload.batch_tokens for name in ("altpo", "npo")}
     trained = {name: column(run_of(runs, recipe, name, ONE, *lengths), "tokens") for name in estimated}

@@ -14,7 +14,7 @@ from torch import nn
 from trainwright.data.stream.batch import Batch, collate
 from trainwright.data.stream.stream import MicroBatch
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.tasks.unlearn.losses import Counts, LossSums, UnlearnLosses, direction, updated_multiplier
+from trainwright.tasks.unlearn.losses import Counts, LossSums, UnlearnLosses, sample_direction, update_multiplier
 from trainwright.tasks.unlearn.module import UnlearnLM
 from trainwright.tasks.unlearn.section import UnlearnSection
 from trainwright.tasks.unlearn.stream import FORGET, REFUSAL, RETAIN
@@ -143,7 +143,7 @@ def _ce_u(p: Plain, skip: int) -> torch.Tensor:
 
 
 def _rmu(p: Plain, coefficient: float) -> torch.Tensor:
-    wanted = direction(16, coefficient, 3).double()
+    wanted = sample_direction(16, coefficient, 3).double()
     assert float(wanted.norm()) == pytest.approx(coefficient)
     return p.answers(FORGET, lambda i: ((p.hidden[i] - wanted) ** 2).mean())
 
@@ -215,7 +215,7 @@ def test_loss_and_gradient_are_those_of_the_formula(case: str) -> None:
     counts = Counts.of(section, list(zip(tensors.roles, tensors.target_counts, strict=True)))
     factors = section.value("gamma") / counts.forget, section.value("alpha") / counts.retain
     losses = UnlearnLosses(
-        section, lambda batch: reference, direction(16, section.value("steering_coefficient") or 1.0, 3)
+        section, lambda batch: reference, sample_direction(16, section.value("steering_coefficient") or 1.0, 3)
     )
     total = lm(tensors, work=lambda lm, batch: losses(lm, batch, *factors, found))
     total.backward()
@@ -232,5 +232,5 @@ def test_loss_and_gradient_are_those_of_the_formula(case: str) -> None:
 
 
 def test_the_retain_loss_counts_more_the_more_it_is_over_its_limit() -> None:
-    assert updated_multiplier(1.0, 3.5, 3.0, 0.5) == 1.25
-    assert updated_multiplier(0.2, 2.0, 3.0, 0.5) == 0.0
+    assert update_multiplier(1.0, 3.5, 3.0, 0.5) == 1.25
+    assert update_multiplier(0.2, 2.0, 3.0, 0.5) == 0.0

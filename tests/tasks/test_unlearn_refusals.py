@@ -10,7 +10,7 @@ import pytest
 from tests.support.preferences import write
 from tests.support.unlearning import question, write_rows
 from trainwright.data.check import check_data
-from trainwright.engine.task import task_module
+from trainwright.engine.task import import_task_module
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import RecipeSchema
@@ -23,7 +23,7 @@ def refused(recipe: Path, *overrides: str, prepared: bool = False) -> str:
         found = load_recipe(recipe, (*overrides, *(["parallel.strategy=single"] if prepared else [])))
         check_data(found)
         if prepared:
-            task_module(found).prepare_once(found, recipe.parent / "cache")
+            import_task_module(found).prepare_once(found, recipe.parent / "cache")
     assert caught.value.exit_code == 2
     return str(caught.value)
 

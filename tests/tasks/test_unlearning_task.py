@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from tests.support.unlearning import write_rows
-from trainwright.machine.cache import cache_root
+from trainwright.machine.cache import find_cache_root
 from trainwright.machine.detect import detect
 from trainwright.recipe.loading import load_recipe
 from trainwright.run.resolve import resolve
 from trainwright.tasks.unlearn.losses import simnpo
-from trainwright.tasks.unlearn.task import Unlearning, build, negated, negated_adapter
+from trainwright.tasks.unlearn.task import Unlearning, build, negate_adapter, negate_change
 
 DEVICE = torch.device("cpu")
 Make = Callable[..., Unlearning]
@@ -30,7 +30,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 
     def made(*overrides: str) -> Unlearning:
         fixed = ["parallel.num_processes=1", f"logging.run_directory={tmp_path / 'run'}"]
-        return build(resolve(load_recipe(recipe, [*fixed, *overrides]), detect()).recipe, cache_root())
+        return build(resolve(load_recipe(recipe, [*fixed, *overrides]), detect()).recipe, find_cache_root())
 
     return made
 
@@ -79,14 +79,14 @@ def test_the_model_without_its_adapter_does_not_drop_out_as_a_reference(make: Ma
 
 def test_a_task_vector_is_taken_off_the_start() -> None:
     start, learned = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 1.0])
-    found = dict(negated([("a", learned), ("frozen", learned)], {"a": start}, 0.5))
+    found = dict(negate_change([("a", learned), ("frozen", learned)], {"a": start}, 0.5))
     assert found["a"].tolist() == [0.0, 2.5]
     assert found["frozen"] is learned
 
 
 def test_an_adapter_that_is_negated_adds_the_opposite() -> None:
     a, b = torch.randn(2, 5), torch.randn(3, 2)
-    found = dict(negated_adapter([("x.lora_A.weight", a), ("x.lora_B.weight", b)], 0.5))
+    found = dict(negate_adapter([("x.lora_A.weight", a), ("x.lora_B.weight", b)], 0.5))
     torch.testing.assert_close(found["x.lora_B.weight"] @ found["x.lora_A.weight"], -0.5 * b @ a)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from trainwright.faults.drills import invariants
 from trainwright.faults.drills.invariants import require
-from trainwright.faults.drills.kinds import ANY, fault
+from trainwright.faults.drills.kinds import ANY, register_fault
 from trainwright.faults.drills.trial_environment import FAILED, Scene
 
 
-@fault(
+@register_fault(
     "training that diverges",
     spreads=ANY,
     variants=(
@@ -24,9 +24,9 @@ def diverging(scene: Scene) -> None:
     overrides = [*scene.variant.split(), "checkpoint.every=1", "optimizer.warmup_steps=0"]
     ended = scene.wait(scene.train(*overrides))
     scene.expect(ended, (FAILED,), ["step", "not finite|nan|inf"])
-    reached = invariants.last_step(scene.run)
-    saved = invariants.checkpoints_complete(scene.run)
+    reached = invariants.find_last_step(scene.run)
+    saved = invariants.check_checkpoints_complete(scene.run)
     require(not saved or saved[-1] <= reached, f"checkpoints of {saved}, and only {reached} steps were taken")
     again = scene.go_on(first=overrides)
     scene.expect(again, (FAILED,), ["step", "not finite|nan|inf"])
-    require(invariants.last_step(scene.run) == reached, "the second attempt got elsewhere")
+    require(invariants.find_last_step(scene.run) == reached, "the second attempt got elsewhere")

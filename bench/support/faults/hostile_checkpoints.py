@@ -13,7 +13,7 @@ from typing import Any
 from support.faults.setting import REFUSAL_BYTES
 from trainwright.faults.drills import invariants
 from trainwright.faults.drills.invariants import require
-from trainwright.faults.drills.kinds import ANY, fault
+from trainwright.faults.drills.kinds import ANY, register_fault
 from trainwright.faults.drills.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, Scene
 
 Manifest = dict[str, Any]
@@ -142,11 +142,11 @@ _CHANGES: dict[str, Callable[[Path, Manifest], None]] = {
 }
 
 
-@fault("a hostile checkpoint", spreads=ANY, variants=list(_CHANGES), share=5)
+@register_fault("a hostile checkpoint", spreads=ANY, variants=list(_CHANGES), share=5)
 def hostile_checkpoint(scene: Scene) -> None:
     """Not used, in words, with nothing followed outside the run; one before it is used where there is one."""
-    scene.stopped_run()
-    steps = invariants.checkpoint_steps(scene.run)
+    scene.provide_stopped_run()
+    steps = invariants.list_checkpoint_steps(scene.run)
     changed = scene.draw.choice([steps[-1:], steps])
     for step in changed:
         _change(scene.run / "checkpoints" / f"step-{step:08d}", _CHANGES[scene.variant])
@@ -158,8 +158,8 @@ def hostile_checkpoint(scene: Scene) -> None:
         return
     scene.expect(ended, (FINISHED, REQUEST, FAILED), "checkpoint|step-")
     if ended.code == FINISHED:
-        invariants.complete_and_same(scene.run, scene.reference(), exact=True)
-        resumed = [e.get("resumed_from") for e in invariants.lines(scene.run) if e["event"] == "start"][-1]
+        invariants.check_complete_and_same(scene.run, scene.reference(), exact=True)
+        resumed = [e.get("resumed_from") for e in invariants.read_lines(scene.run) if e["event"] == "start"][-1]
         require(resumed == steps[-2], f"resumed from {resumed}: the checkpoint of step {steps[-1]} was used")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from support.faults.setting import in_bounds
 from trainwright.faults.drills.invariants import require
-from trainwright.faults.drills.kinds import fault
+from trainwright.faults.drills.kinds import register_fault
 from trainwright.faults.drills.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, Scene
 
 _WEIGHTS = "model.safetensors"
@@ -142,7 +142,7 @@ _HARMLESS = ("a template of escapes", "a pattern without an end", "a pattern of 
 _LOOKS = (("train",), ("generate",), ("data", "check"))
 
 
-@fault("a hostile model", variants=list(_CHANGES), share=4)
+@register_fault("a hostile model", variants=list(_CHANGES), share=4)
 def hostile_model(scene: Scene) -> None:
     """Refused in words, in bounded time and memory; nothing of it is run."""
     model = scene.work / "model"

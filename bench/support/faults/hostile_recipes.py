@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from support.faults.setting import refused
-from trainwright.faults.drills.kinds import fault
+from trainwright.faults.drills.kinds import register_fault
 from trainwright.faults.drills.trial_environment import MACHINE, REQUEST, Scene
 
 # What a row, a key or a name may carry to a terminal: set the clipboard, clear the screen, retitle the window.
@@ -101,7 +101,7 @@ _OVERRIDES = (
 )
 
 
-@fault("a hostile recipe", variants=[*_BEFORE, *(f"include {name}" for name in _INCLUDED)], share=4)
+@register_fault("a hostile recipe", variants=[*_BEFORE, *(f"include {name}" for name in _INCLUDED)], share=4)
 def hostile_recipe(scene: Scene) -> None:
     """Refused in words, in bounded time and memory."""
     if scene.variant in _BEFORE:
@@ -113,7 +113,7 @@ def hostile_recipe(scene: Scene) -> None:
     _look(scene)
 
 
-@fault("a hostile value", variants=[text[:60] for text in _OVERRIDES], share=4)
+@register_fault("a hostile value", variants=[text[:60] for text in _OVERRIDES], share=4)
 def hostile_value(scene: Scene) -> None:
     """The same of a value on the command line."""
     value = next(text for text in _OVERRIDES if text[:60] == scene.variant)
@@ -122,7 +122,7 @@ def hostile_value(scene: Scene) -> None:
     _look(scene, value, looks=looks)
 
 
-@fault("a recipe that is no file", variants=("/dev/zero", "a directory", "a name of escapes"), share=0.8)
+@register_fault("a recipe that is no file", variants=("/dev/zero", "a directory", "a name of escapes"), share=0.8)
 def no_recipe(scene: Scene) -> None:
     """The same of what is given as the recipe itself."""
     place = {"/dev/zero": "/dev/zero", "a directory": str(scene.work)}

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from support.faults.hostile_recipes import ESCAPES
 from support.faults.setting import in_bounds
-from trainwright.faults.drills.kinds import fault
+from trainwright.faults.drills.kinds import register_fault
 from trainwright.faults.drills.trial_environment import FINISHED, REQUEST, Scene
 
 _LOOKS = (("data", "check"), ("data", "show"), ("train",))
@@ -54,7 +54,7 @@ _MAY_BE_READ = ("compressed", "with a byte order mark", "with carriage returns",
                 "a directory that leads back to itself", "a name with a line break", "UTF-16")  # fmt: skip
 
 
-@fault("hostile rows", variants=list(_AMONG), share=3)
+@register_fault("hostile rows", variants=list(_AMONG), share=3)
 def hostile_rows(scene: Scene) -> None:
     """Understood, or refused in words that name the file, in bounded time and memory."""
     make, may_be_read = _AMONG[scene.variant]
@@ -64,7 +64,7 @@ def hostile_rows(scene: Scene) -> None:
     _look(scene, may_be_read, "rows.jsonl")
 
 
-@fault("a hostile file of rows", variants=list(_FILES), share=2)
+@register_fault("a hostile file of rows", variants=list(_FILES), share=2)
 def hostile_file(scene: Scene) -> None:
     """The same of files that are something else than rows."""
     name = _make(scene)

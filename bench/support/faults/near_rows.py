@@ -9,7 +9,7 @@ from typing import Any
 
 from support.faults.setting import in_bounds, refused
 from trainwright.faults.drills.invariants import require
-from trainwright.faults.drills.kinds import fault
+from trainwright.faults.drills.kinds import register_fault
 from trainwright.faults.drills.trial_environment import FINISHED, REQUEST, Scene
 
 _ROWS = 40
@@ -102,7 +102,7 @@ _KEYS = {
 }
 
 
-@fault("rows that are nearly right", variants=list(_LAYOUTS), share=3)
+@register_fault("rows that are nearly right", variants=list(_LAYOUTS), share=3)
 def near_rows(scene: Scene) -> None:
     """All rows are understood, or what is not is told."""
     make = _LAYOUTS[scene.variant]
@@ -111,13 +111,13 @@ def near_rows(scene: Scene) -> None:
     _understood(scene, "near.jsonl", *task)
 
 
-@fault("files of rows that are nearly right", variants=list(_FILES), share=1.2)
+@register_fault("files of rows that are nearly right", variants=list(_FILES), share=1.2)
 def near_files(scene: Scene) -> None:
     """The same of files."""
     _understood(scene, _make(scene))
 
 
-@fault("keys that are nearly right", variants=list(_KEYS), share=1.5)
+@register_fault("keys that are nearly right", variants=list(_KEYS), share=1.5)
 def near_keys(scene: Scene) -> None:
     """Refused with the name that is meant."""
     words = scene.draw.choice((("recipe", "check"), ("plan",), ("train", "--dry-run")))

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from trainwright.faults.drills import invariants
 from trainwright.faults.drills.invariants import InvariantBroken, require
-from trainwright.faults.drills.kinds import fault
+from trainwright.faults.drills.kinds import register_fault
 from trainwright.faults.drills.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, Scene
 from trainwright.faults.drills.watched_commands import Command, CommandResult
 
@@ -19,7 +19,7 @@ _BOUND_SECONDS = 120.0
 _REFUSED = (REQUEST, MACHINE, FAILED)
 
 
-@fault(
+@register_fault(
     "MASTER_PORT is taken", spreads=_WORLDS, variants=("by a listener that is silent", "by one that hangs up"), share=2
 )
 def port_taken(scene: Scene) -> None:
@@ -44,7 +44,7 @@ def port_taken(scene: Scene) -> None:
     _all_refused(scene, ended, str(port))
 
 
-@fault("two jobs with one MASTER_PORT", spreads=_WORLDS, variants=("together", "one after the other"), share=2)
+@register_fault("two jobs with one MASTER_PORT", spreads=_WORLDS, variants=("together", "one after the other"), share=2)
 def one_port(scene: Scene) -> None:
     """No rank of one joins the other: one job finishes as if it were alone, the other is refused or finishes too."""
     port = _free_port()
@@ -64,13 +64,13 @@ def one_port(scene: Scene) -> None:
         if not done:
             _all_refused(scene, job, str(port))
             continue
-        began = [event["run_directory"] for event in invariants.lines(run) if event["event"] == "start"]
+        began = [event["run_directory"] for event in invariants.read_lines(run) if event["event"] == "start"]
         require(began == [str(run)], f"{run} has the events of {began}")
     if finished[0]:
-        scene.as_undisturbed()
+        scene.check_undisturbed()
 
 
-@fault(
+@register_fault(
     "a rank that never comes",
     spreads=_WORLDS,
     variants=("absent", "killed at once", "of another recipe"),

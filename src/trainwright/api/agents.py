@@ -13,13 +13,18 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.api.recipe import Recipe, source_of
-from trainwright.api.separate_process import in_processes, process_count, run_in_process, work_directory
+from trainwright.api.recipe import Recipe, extract_source
+from trainwright.api.separate_process import (
+    choose_process_count,
+    create_work_directory,
+    run_in_process,
+    run_in_processes,
+)
 from trainwright.errors import RequestError, Stopped
 from trainwright.machine.detect import detect
-from trainwright.run.process import console
-from trainwright.utils.paths import user_path
-from trainwright.utils.text import plural, say
+from trainwright.run.process import find_console
+from trainwright.utils.paths import expand_user_path
+from trainwright.utils.text import format_plural, say
 
 if TYPE_CHECKING:
     from trainwright.parallel.world import World
@@ -33,7 +38,7 @@ def may_be_agent(model: str) -> bool:
     """Return whether the model may be an agent, so that importing torch to find out is worthwhile."""
     from trainwright.recipe.loading import load_recipe
 
-    path = user_path(model)
+    path = expand_user_path(model)
     recipe = path / "recipe.yaml"
     return not load_recipe(recipe).has_texts if recipe.is_file() else (path / "agent.json").is_file()
 
@@ -58,11 +63,11 @@ def measure_agent(
         raise RequestError(f"{unread[0]}: has no effect, because {model} acts in an environment and reads no texts")
     machine = detect()
     request = AgentRequest(model=model, checkpoint=checkpoint, **trial)
-    processes = process_count(machine, num_processes)
-    with work_directory("eval") as work:
-        in_processes(
+    processes = choose_process_count(machine, num_processes)
+    with create_work_directory("eval") as work:
+        run_in_processes(
             functools.partial(_prepare, request),
-            functools.partial(_entry, request, work),
+            functools.partial(_run_rank, request, work),
             modules=["trainwright.tasks.algorithm_distillation.evaluation"],
             machine=machine,
             processes=processes,
@@ -77,10 +82,10 @@ def _prepare(request: AgentRequest) -> None:
     load_agent(*find_agent(request))
 
 
-def _entry(request: AgentRequest, work: Path, world: World) -> None:
+def _run_rank(request: AgentRequest, work: Path, world: World) -> None:
     from trainwright.tasks.algorithm_distillation.evaluation import work_on
 
-    stream = console()  # of rank 0, which takes as many steps as the other ranks
+    stream = find_console()  # of rank 0, which takes as many steps as the other ranks
 
     def stage(label: str, total: int) -> Callable[[], None]:
         if stream is None:
@@ -160,18 +165,18 @@ def collect(
         trainwright.errors.RequestError: tiny.yaml: collect needs a recipe with task: algorithm_distillation
     """
     file = None if chart is None else Path(chart)
-    return run_in_process(collected, source_of(recipe), overrides, num_processes, file, progress=progress)
+    return run_in_process(collect_and_show, extract_source(recipe), overrides, num_processes, file, progress=progress)
 
 
-def collected(
+def collect_and_show(
     recipe: Path | Tree, overrides: tuple[str, ...] = (), num_processes: int | None = None, chart: Path | None = None
 ) -> Collected:
     """Collect and show the progress on standard output. Changes the signal handlers of this process."""
     from trainwright.recipe.loading import load_recipe
-    from trainwright.tasks.algorithm_distillation.spec import section_of
+    from trainwright.tasks.algorithm_distillation.spec import find_section
     from trainwright.utils.drawing import check_chart
 
-    section = section_of(load_recipe(recipe, overrides))
+    section = find_section(load_recipe(recipe, overrides))
     if section is None:
         name = recipe if isinstance(recipe, Path) else "the recipe"
         raise RequestError(f"{name}: collect needs a recipe with task: algorithm_distillation")
@@ -184,45 +189,46 @@ def collected(
         )
     from trainwright.tasks.algorithm_distillation.collection import collect
 
-    collection = _collection(section)
+    collection = _build_collection(section)
     if chart is not None:
         check_chart(chart)
     processes = num_processes or detect().cpu_cores
     _announce(section, collection, processes)
     began = time.monotonic()
     try:
-        with _interruptible(), _GroupProgress() as shown:
+        with _raise_interrupts(), _GroupProgress() as shown:
             is_new = collect(collection, processes, shown)
     except KeyboardInterrupt:
         raise Stopped("stopped; finished tasks are kept: run the same command again to continue") from None
-    return _summary(collection, time.monotonic() - began if is_new else None, chart)
+    return _summarize_collection(collection, time.monotonic() - began if is_new else None, chart)
 
 
-def _collection(section: AlgorithmDistillationSection) -> Collection:
+def _build_collection(section: AlgorithmDistillationSection) -> Collection:
     from trainwright.tasks.algorithm_distillation.collection import Collection
-    from trainwright.tasks.algorithm_distillation.task import environment_of
+    from trainwright.tasks.algorithm_distillation.task import build_environment
 
-    environment = environment_of(section)
+    environment = build_environment(section)
     count = section.source.tasks
     goals = list(range(len(environment.tasks())))
     if count is not None:
         goals, _ = environment.split_indices(section.split_seed, section.test_fraction)
         if count > len(goals):
             raise RequestError(
-                f"algorithm_distillation.source.tasks: {count:,} is more than the {plural(len(goals), 'task')} of "
+                f"algorithm_distillation.source.tasks: {count:,} is more than the {format_plural(len(goals), 'task')} "
+                "of "
                 f"{section.environment} that are not held out; lower it, or set it to null for all"
             )
         goals = goals[:count]
-    path = user_path(section.histories)
+    path = expand_user_path(section.histories)
     return Collection(section.environment, environment.options, tuple(sorted(goals)), section.source.algorithm, path)
 
 
 def _announce(section: AlgorithmDistillationSection, collection: Collection, processes: int) -> None:
     source = section.source
-    tasks, streams = plural(len(collection.goals), "task"), plural(source.streams, "stream")
+    tasks, streams = format_plural(len(collection.goals), "task"), format_plural(source.streams, "stream")
     say(
         f"{source.name} in {section.environment}: {tasks} x {streams} x "
-        f"{plural(source.steps, 'step')}, {plural(processes, 'process', 'processes')}"
+        f"{format_plural(source.steps, 'step')}, {format_plural(processes, 'process', 'processes')}"
     )
     if source.name == "ppo" and source.steps <= source.ppo.rollout_steps:
         say(
@@ -233,7 +239,7 @@ def _announce(section: AlgorithmDistillationSection, collection: Collection, pro
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
+def _raise_interrupts() -> Iterator[None]:
     """Raise KeyboardInterrupt on the first SIGINT or SIGTERM; ignore further ones, which may be the same request."""
 
     def interrupt(*_: Any) -> None:
@@ -272,25 +278,29 @@ class _GroupProgress:
             self._bar.stop()
 
     def __call__(self, progress: CollectionProgress) -> None:
-        text = f"{progress.goals} of {plural(progress.all_goals, 'task')}"
+        text = f"{progress.goals} of {format_plural(progress.all_goals, 'task')}"
         self._bar.update(self._task, completed=progress.done, description=text)
         if not self._console.is_terminal and progress.goals != self._said:
             say(f"{text} finished")
         self._said = progress.goals
 
 
-def _summary(collection: Collection, seconds: float | None, chart: Path | None) -> Collected:
+def _summarize_collection(collection: Collection, seconds: float | None, chart: Path | None) -> Collected:
     import numpy as np
 
-    from trainwright.tasks.algorithm_distillation.collection import draw_curves, learning_curves, optimum
+    from trainwright.tasks.algorithm_distillation.collection import (
+        compute_learning_curves,
+        compute_mean_optimum,
+        draw_curves,
+    )
     from trainwright.tasks.algorithm_distillation.histories import Histories
 
     path = collection.path
     with Histories(path, collection.make_environment()) as histories:
-        curves = learning_curves(histories)
+        curves = compute_learning_curves(histories)
         if curves.shape[1] == 0:
             return Collected(path, seconds, (), None, None)
-        best = optimum(histories)
+        best = compute_mean_optimum(histories)
         if chart is not None:
             draw_curves(histories, chart)
         returns = tuple(np.nanmean(curves, axis=0).tolist())

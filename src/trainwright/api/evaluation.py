@@ -19,13 +19,19 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.api import separate_process
 from trainwright.errors import RequestError
-from trainwright.inference.evaluation.metrics import LIKELIHOODS, USUAL, EvaluationOptions, EvaluationRequest, extractor
+from trainwright.inference.evaluation.metrics import (
+    LIKELIHOODS,
+    USUAL,
+    EvaluationOptions,
+    EvaluationRequest,
+    build_extractor,
+)
 from trainwright.machine.detect import detect
-from trainwright.recipe.arguments import as_request
+from trainwright.recipe.arguments import to_request
 from trainwright.recipe.sections.fields import Count, NotNegative
 from trainwright.utils.activity import Activity
 from trainwright.utils.installation import require
-from trainwright.utils.paths import user_path
+from trainwright.utils.paths import expand_user_path
 
 if TYPE_CHECKING:
     from trainwright.machine.machine import Machine
@@ -148,7 +154,7 @@ def evaluate(
         >>> sorted(found.metrics)
         ['loss', 'token_accuracy']
     """
-    request = as_request(MeasureRequest, locals())
+    request = to_request(MeasureRequest, locals())
     directory, table = separate_process.run_in_process(measure, request, progress=progress, trust_code=trust_code)
     return Evaluation(directory, tuple(table))
 
@@ -175,7 +181,7 @@ class MeasureRequest(EvaluationOptions):
         """Return the options for agents."""
         return {name: getattr(self, name) for name in ("episodes", "copies", "temperature", "greedy_after")}
 
-    def of_texts(self) -> dict[str, Any]:
+    def list_text_options(self) -> dict[str, Any]:
         """Return the options that do not apply to agents, by name; false if not given."""
         of_all = {"model", "checkpoint", "num_processes", "out", *self.trial()}
         values = {name: value for name, value in asdict(self).items() if name not in of_all}
@@ -191,34 +197,34 @@ def measure(options: MeasureRequest) -> tuple[Path, list[str]]:
 
     refuse_worker("eval")
     model, trial = options.model, options.trial()
-    directory = _new_directory(options.out, model)
+    directory = _choose_directory(options.out, model)
     if may_be_agent(model):
-        agent = measure_agent(model, options.checkpoint, trial, options.of_texts(), options.num_processes)
+        agent = measure_agent(model, options.checkpoint, trial, options.list_text_options(), options.num_processes)
         if agent is not None:
-            return directory, written(agent, directory)
+            return directory, write_results(agent, directory)
     if excess := [name for name, value in trial.items() if value is not None]:
         raise RequestError(f"--{excess[0]}: has no effect, because {model} is not an agent that acts in an environment")
     for name in (model, *([] if options.against is None else [options.against])):
         check_exists(name, "MODEL" if name == model else "--against")
     machine = detect()
-    request = _checked(options, machine)
-    processes = separate_process.process_count(machine, options.num_processes)
-    with separate_process.work_directory("eval") as work:
-        separate_process.in_processes(
+    request = _check_options(options, machine)
+    processes = separate_process.choose_process_count(machine, options.num_processes)
+    with separate_process.create_work_directory("eval") as work:
+        separate_process.run_in_processes(
             functools.partial(_prepare, request, machine, processes, work),
-            functools.partial(_entry, request, work),
-            modules=[_module(request)],
+            functools.partial(_run_rank, request, work),
+            modules=[_choose_module(request)],
             machine=machine,
             processes=processes,
             work=work,
         )
         with Activity(sys.stderr, "computing the metrics and their intervals"):
-            report = import_module(_module(request)).report_of(request, work)
-            lines = written(report, directory)
+            report = import_module(_choose_module(request)).report_of(request, work)
+            lines = write_results(report, directory)
     return directory, lines
 
 
-def written(report: Any, directory: Path) -> list[str]:
+def write_results(report: Any, directory: Path) -> list[str]:
     """Write the results to ``directory``; return the table, which is added to the error if writing fails."""
     lines = list(report.lines())
     try:
@@ -230,14 +236,14 @@ def written(report: Any, directory: Path) -> list[str]:
     return lines
 
 
-def _checked(options: MeasureRequest, machine: Machine) -> EvaluationRequest:
+def _check_options(options: MeasureRequest, machine: Machine) -> EvaluationRequest:
     """Return the request, after checking that its options are consistent. Raises RequestError."""
-    on_benchmark = options.benchmark is not None or _of_benchmarks(options.metrics)
+    on_benchmark = options.benchmark is not None or _needs_benchmark(options.metrics)
     if on_benchmark:
-        names = _benchmark_metrics(options)
+        names = _select_benchmark_metrics(options)
     else:
-        names = _metrics(options.metrics, options.answer_pattern, options.json_schema)
-        _refuse_idle(options.of_texts(), names)
+        names = _select_metrics(options.metrics, options.answer_pattern, options.json_schema)
+        _refuse_idle(options.list_text_options(), names)
     if options.quick and (options.full or options.limit is not None):
         raise RequestError("--quick (50 rows) cannot be combined with --full or --limit")
     if options.full and options.limit is not None:
@@ -252,8 +258,8 @@ def _checked(options: MeasureRequest, machine: Machine) -> EvaluationRequest:
     checked = {
         "metrics": names,
         "explicit": options.metrics is not None,
-        "dtype": separate_process.dtype_name(options.dtype, machine),
-        "tasks": _tasks(options.lm_eval, options.lm_eval_include),
+        "dtype": separate_process.choose_dtype(options.dtype, machine),
+        "tasks": _select_tasks(options.lm_eval, options.lm_eval_include),
         "task_directory": options.lm_eval_include,
         "on_benchmark": on_benchmark,
     }
@@ -261,14 +267,16 @@ def _checked(options: MeasureRequest, machine: Machine) -> EvaluationRequest:
 
 
 def _prepare(request: EvaluationRequest, machine: Machine, processes: int, work: Path) -> None:
-    import_module(_module(request)).prepare(request, machine, processes, work)
+    import_module(_choose_module(request)).prepare(request, machine, processes, work)
 
 
-def _entry(request: EvaluationRequest, work: Path, world: World) -> None:
-    import_module(_module(request)).work_on(request, work, world, functools.partial(separate_process.counted, world))
+def _run_rank(request: EvaluationRequest, work: Path, world: World) -> None:
+    import_module(_choose_module(request)).work_on(
+        request, work, world, functools.partial(separate_process.show_progress, world)
+    )
 
 
-def _module(request: EvaluationRequest) -> str:
+def _choose_module(request: EvaluationRequest) -> str:
     """Return the module that does the work; both have ``prepare``, ``work_on`` and ``report_of``."""
     return (
         "trainwright.tasks.unlearn.evaluation.measure"
@@ -277,7 +285,7 @@ def _module(request: EvaluationRequest) -> str:
     )
 
 
-def _of_benchmarks(metric_names: str | None) -> bool:
+def _needs_benchmark(metric_names: str | None) -> bool:
     """Return whether a named metric exists only for unlearning benchmarks."""
     if metric_names is None:
         return False
@@ -287,7 +295,7 @@ def _of_benchmarks(metric_names: str | None) -> bool:
     return bool({*_split(metric_names)} & {*METRICS} - {*OF_ANSWERS.names(), *LIKELIHOODS})
 
 
-def _benchmark_metrics(options: MeasureRequest) -> tuple[str, ...]:
+def _select_benchmark_metrics(options: MeasureRequest) -> tuple[str, ...]:
     """Return the metrics by name; empty: those that lack nothing. Raises RequestError."""
     from trainwright.tasks.unlearn.evaluation.registry import METRICS
 
@@ -306,7 +314,7 @@ def _split(words: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in words.split(","))
 
 
-def _metrics(metric_names: str | None, answer_pattern: str | None, json_schema: str | None) -> tuple[str, ...]:
+def _select_metrics(metric_names: str | None, answer_pattern: str | None, json_schema: str | None) -> tuple[str, ...]:
     """Return the metrics by name, after checking their requirements."""
     from trainwright.recipe.registries import METRICS
 
@@ -325,7 +333,7 @@ def _metrics(metric_names: str | None, answer_pattern: str | None, json_schema: 
         if name not in names and value is not None:
             raise RequestError(f"{option}: has no effect, because --metrics does not include {name}")
     if answer_pattern is not None:
-        extractor(answer_pattern)
+        build_extractor(answer_pattern)
     require("scipy", "a confidence interval")
     if any(name.startswith("rouge") for name in names):
         require("rouge_score", "rouge_l")
@@ -360,7 +368,7 @@ def _check_format(layout: str) -> None:
         raise RequestError(f"--format: unknown format {layout!r}; choose from {', '.join(formats)}")
 
 
-def _tasks(task_names: str | None, directory: str | None) -> tuple[str, ...]:
+def _select_tasks(task_names: str | None, directory: str | None) -> tuple[str, ...]:
     if task_names is None:
         if directory is not None:
             raise RequestError("--lm-eval-include: has no effect without --lm-eval")
@@ -369,12 +377,12 @@ def _tasks(task_names: str | None, directory: str | None) -> tuple[str, ...]:
     return _split(task_names)
 
 
-def _new_directory(path: str | None, model: str) -> Path:
+def _choose_directory(path: str | None, model: str) -> Path:
     """Return the directory of the results: ``path``, or evaluations/<model>-<date>-<time>."""
     if path is None:
         name = model.rstrip("/").rpartition("/")[2] or "model"
         path = f"evaluations/{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    directory = user_path(path)
+    directory = expand_user_path(path)
     if directory.exists():
         raise RequestError(f"--out: {directory} already exists; choose another directory")
     return directory

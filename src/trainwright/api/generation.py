@@ -18,10 +18,10 @@ from trainwright.api import separate_process
 from trainwright.errors import RequestError
 from trainwright.machine.accelerators import refuse_unusable
 from trainwright.machine.detect import detect
-from trainwright.recipe.arguments import as_request
+from trainwright.recipe.arguments import to_request
 from trainwright.recipe.sections.fields import Count, NotNegative, Positive
 from trainwright.run.process import limit_product_caches, prepare_environment
-from trainwright.utils.activity import Activity, doing
+from trainwright.utils.activity import Activity, begin_activity
 from trainwright.utils.text import say
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def generate(
     """
     options = {**locals()}
     del options["prompts"]
-    request = as_request(GenerationRequest, options)
+    request = to_request(GenerationRequest, options)
     if prompts is None and file is None:
         raise RequestError("generate: pass prompts, or a file of them")
     if prompts is not None and file is not None:
@@ -134,7 +134,7 @@ class GenerationRequest:
 
 def answer(request: GenerationRequest, prompt: str | None = None) -> str:
     """Answer one prompt, or with None prompts typed by the user, in this process; return the last answer."""
-    machine = _checked(request)
+    machine = _check_request(request)
     prepare_environment(machine.cpu_cores, 1)
     with Activity(sys.stderr, "importing torch and transformers"):
         import torch
@@ -147,8 +147,8 @@ def answer(request: GenerationRequest, prompt: str | None = None) -> str:
         limit_product_caches()
         limit_spinning()
 
-        doing("reading the model")
-        dtype = DTYPES[separate_process.dtype_name(request.dtype, machine)]
+        begin_activity("reading the model")
+        dtype = DTYPES[separate_process.choose_dtype(request.dtype, machine)]
         model = find_model(request.model, request.adapter, request.checkpoint)
         check_fits(model, dtype, machine, 1)
         loaded = load(model, dtype, torch.device(machine.device))
@@ -167,11 +167,11 @@ def answer(request: GenerationRequest, prompt: str | None = None) -> str:
 
 def answer_file(request: GenerationRequest) -> list[str]:
     """Answer the rows of a file; return the answers, which are written to ``request.out`` too. Changes this process."""
-    machine = _checked(request)
-    processes = separate_process.process_count(machine, request.num_processes)
-    request = replace(request, dtype=separate_process.dtype_name(request.dtype, machine))
-    with separate_process.work_directory("generate") as work:
-        separate_process.in_processes(
+    machine = _check_request(request)
+    processes = separate_process.choose_process_count(machine, request.num_processes)
+    request = replace(request, dtype=separate_process.choose_dtype(request.dtype, machine))
+    with separate_process.create_work_directory("generate") as work:
+        separate_process.run_in_processes(
             functools.partial(_prepare, request, machine, processes, work),
             functools.partial(_answer, request, work),
             modules=[
@@ -196,7 +196,7 @@ def _answer_list(request: GenerationRequest, prompts: Sequence[str | Sequence[Ma
         return answer_file(replace(request, file=str(file), out=str(Path(scratch, "answers.jsonl"))))
 
 
-def _checked(request: GenerationRequest) -> Machine:
+def _check_request(request: GenerationRequest) -> Machine:
     """Return the machine to use, after checking the options. Raises RequestError, MachineError."""
     from trainwright.models.resolve_model import check_exists
     from trainwright.run.group.environment import refuse_worker
@@ -282,8 +282,8 @@ def _answer(request: GenerationRequest, work: Path, world: World) -> None:
     about = json.loads((work / "questions.json").read_text(encoding="utf-8"))
     loaded = load(UnloadedModel.open(work / "found.json"), DTYPES[request.dtype], world.device)
     stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=not about["plain"])
-    progress = separate_process.counted(world, "answers", len(about["prompts"]))
-    with loaded.lm.for_generation() as model:
+    progress = separate_process.show_progress(world, "answers", len(about["prompts"]))
+    with loaded.lm.open_for_generation() as model:
         answers = answer_all(
             model,
             loaded.tokenizer,

@@ -16,11 +16,11 @@ from trainwright.data.rows.chat_encoding import install_template
 from trainwright.engine.event_reader import read_log
 from trainwright.errors import RequestError
 from trainwright.models.resolve_model import check_exists, resolve
-from trainwright.models.tokenization import ending_turns
+from trainwright.models.tokenization import end_texts_at_turns
 from trainwright.recipe.registries import WEIGHT_FORMATS
 from trainwright.utils.activity import Activity
-from trainwright.utils.paths import user_path
-from trainwright.utils.text import plural, quoted, say
+from trainwright.utils.paths import expand_user_path
+from trainwright.utils.text import format_plural, quote_word, say
 
 if TYPE_CHECKING:
     import torch
@@ -70,22 +70,22 @@ def export(
     """
     which = None if checkpoint is None else str(checkpoint)
     words = fspath(model), Path(out), to, dtype, which
-    return run_in_process(exported, *words, progress=progress, trust_code=trust_code)
+    return run_in_process(export_here, *words, progress=progress, trust_code=trust_code)
 
 
-def exported(model: str, out: Path, to: str, dtype: str | None, checkpoint: str | None) -> Path:
+def export_here(model: str, out: Path, to: str, dtype: str | None, checkpoint: str | None) -> Path:
     """Export in this process."""
     check_exists(model, "MODEL")  # before torch is imported
     from trainwright.inference.finding import find_model
-    from trainwright.inference.loading import for_users
+    from trainwright.inference.loading import name_arguments_in_errors
 
     if to not in _DTYPES:
         raise RequestError(f"--to: unknown format {to!r}; choose from {', '.join(_DTYPES)}")
     if dtype is not None and dtype not in _DTYPES[to]:
         dtypes = " or ".join(_DTYPES[to]) or "none, because adapters are written unchanged"
         raise RequestError(f"--dtype: {dtype} is not supported for {to}; choose from {dtypes}")
-    with for_users(), Activity(sys.stderr, "reading the model"):
-        source, out = find_model(model, None, checkpoint), user_path(out)
+    with name_arguments_in_errors(), Activity(sys.stderr, "reading the model"):
+        source, out = find_model(model, None, checkpoint), expand_user_path(out)
         if to == "gguf":
             _write_gguf(source, out, dtype or "f16")
         elif to == "adapter":
@@ -102,7 +102,7 @@ def _write_gguf(source: UnloadedModel, out: Path, precision: str) -> None:
         raise RequestError(f"--out: {out} should end in .gguf")
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.parent, prefix=".export-") as scratch:
-        directory = _plain_directory(source)
+        directory = _find_plain_directory(source)
         if directory is None:
             directory = Path(scratch) / "model"
             _write_model(source, directory, None if source.checkpoint is None else "fp32")
@@ -110,7 +110,7 @@ def _write_gguf(source: UnloadedModel, out: Path, precision: str) -> None:
 
 
 def _write_adapter(source_model: UnloadedModel, out: Path) -> None:
-    from trainwright.models.files import replacing
+    from trainwright.models.files import replace_directory
 
     source = source_model.section.adapter.start_from
     if source is None or source_model.checkpoint is not None:
@@ -118,7 +118,7 @@ def _write_adapter(source_model: UnloadedModel, out: Path) -> None:
             f"{source_model.origin} is not an exported adapter; pass a run trained with an adapter, or its final/"
         )
     _refuse_existing(out)
-    with replacing(out) as temporary:
+    with replace_directory(out) as temporary:
         copytree(source, temporary, dirs_exist_ok=True)
 
 
@@ -127,7 +127,7 @@ def _refuse_existing(out: Path) -> None:
         raise RequestError(f"--out: {out} already exists; choose a new directory")
 
 
-def _plain_directory(source: UnloadedModel) -> Path | None:
+def _find_plain_directory(source: UnloadedModel) -> Path | None:
     """Return where the full model already exists; None if it has to be merged or loaded."""
     if source.checkpoint is not None or source.section.adapter.type != "none":
         return None
@@ -139,34 +139,34 @@ def _write_model(source: UnloadedModel, out: Path, dtype: str | None) -> None:
     import torch
 
     from trainwright.inference.loading import load, probe
-    from trainwright.models.files import check_saved, logits_of, save_model
-    from trainwright.models.load import dtype_to_save
+    from trainwright.models.files import check_saved, compute_logits, save_model
+    from trainwright.models.load import choose_dtype_to_save
     from trainwright.models.merging import merge
 
     if source.checkpoint is None and source.section.adapter.type != "none":
-        merge(source.section, source.seed, out, dtype_of(dtype))
+        merge(source.section, source.seed, out, parse_dtype(dtype))
         return
     check_finished(source)
     loaded = load(source, torch.float32, torch.device("cpu"))
     model, tokenizer = loaded.lm.model, loaded.tokenizer
     config: PretrainedConfig = model.config
     generation: GenerationConfig | None = model.generation_config
-    if source.run is not None and _trained_on_chats(source.run):
+    if source.run is not None and _is_trained_on_chats(source.run):
         install_template(tokenizer)
-        tokenizer, config, generation = ending_turns(tokenizer, config, generation)
+        tokenizer, config, generation = end_texts_at_turns(tokenizer, config, generation)
     ids = probe(config.get_text_config().vocab_size).input_ids
-    with loaded.lm.for_generation() as plain:
-        expected = logits_of(plain, ids)
+    with loaded.lm.open_for_generation() as plain:
+        expected = compute_logits(plain, ids)
 
     def check(directory: Path, checksums: Mapping[str, int]) -> None:
         if (unchecked := check_saved(directory, checksums, ids, expected)) is not None:
             say(unchecked, file=sys.stderr)
 
-    dtype_out = dtype_of(dtype) or dtype_to_save(source.section)
+    dtype_out = parse_dtype(dtype) or choose_dtype_to_save(source.section)
     save_model(out, config, model.state_dict(), tokenizer, generation, dtype_out, check=check)
 
 
-def _trained_on_chats(run: Path) -> bool:
+def _is_trained_on_chats(run: Path) -> bool:
     """Return whether the rows of a run were conversations, not texts to continue."""
     starts = [event for event in read_log(run / "events.jsonl").history if event["event"] == "start"]
     return bool(starts) and bool(starts[-1].get("chats"))
@@ -191,9 +191,9 @@ class Upload:
     @property
     def files(self) -> dict[str, Path]:
         """Return the files by their path in the repository, without the card."""
-        from trainwright.run.hub import model_files
+        from trainwright.run.hub import list_model_files
 
-        return model_files(self.weights)
+        return list_model_files(self.weights)
 
     def __str__(self) -> str:
         return "\n".join(self._lines()) if self.url is None else f"sent: {self.url}"
@@ -201,7 +201,7 @@ class Upload:
     def _lines(self) -> Iterator[str]:
         sizes = {name: path.stat().st_size for name, path in self.files.items()}
         yield (
-            f"would upload {plural(len(sizes) + 1, 'file')}, {sum(sizes.values()) / 1e6:,.1f} MB, to "
+            f"would upload {format_plural(len(sizes) + 1, 'file')}, {sum(sizes.values()) / 1e6:,.1f} MB, to "
             f"https://huggingface.co/{self.repository}:"
         )
         for name, size in {**sizes, "README.md": len(self.card.encode())}.items():
@@ -245,22 +245,22 @@ def push(
         (True, None)
     """
     words = Path(run), repository, private, dry_run, message, checkpoint
-    return run_in_process(pushed, *words, progress=progress, trust_code=trust_code)
+    return run_in_process(push_here, *words, progress=progress, trust_code=trust_code)
 
 
-def pushed(
+def push_here(
     run: Path, repository: str, private: bool, dry_run: bool, message: str, checkpoint: int | None = None
 ) -> Upload:
     """Push in this process."""
-    run = user_path(run)
+    run = expand_user_path(run)
     if "/" not in repository.strip("/") or repository.count("/") != 1:
         raise RequestError(f"REPO: {repository} is invalid; expected owner/name")
     if checkpoint is not None:
         return _push_checkpoint(run, checkpoint, repository, private, dry_run)
-    weights = _weights(run)
-    from trainwright.run.hub import model_card, send_model
+    weights = _find_weights(run)
+    from trainwright.run.hub import format_model_card, send_model
 
-    upload = Upload(repository, weights, model_card(run, repository, weights))
+    upload = Upload(repository, weights, format_model_card(run, repository, weights))
     if dry_run:
         return upload
     return replace(upload, url=send_model(weights, upload.card, repository, private, message))
@@ -276,13 +276,13 @@ def _push_checkpoint(run: Path, step: int, repository: str, private: bool, dry_r
     return upload if dry_run else replace(upload, url=send_checkpoint(checkpoint, repository, private))
 
 
-def _weights(run: Path) -> Path:
+def _find_weights(run: Path) -> Path:
     if not (run / "recipe.yaml").is_file():
         raise RequestError(f"RUN: {run} is not a run directory: it has no recipe.yaml")
     if not (run / "final").is_dir():
         raise RequestError(
             f"RUN: {run} has no final/: the run is not finished; continue it with "
-            f"trainwright train --resume {quoted(run)}"
+            f"trainwright train --resume {quote_word(run)}"
         )
     return run / "final"
 
@@ -335,22 +335,22 @@ def merge(
         trainwright.errors.RequestError: no adapter to merge: ...
     """
     words = fspath(model), fspath(out), None if adapter is None else fspath(adapter), dtype
-    return run_in_process(merged, *words, progress=progress, trust_code=trust_code)
+    return run_in_process(merge_here, *words, progress=progress, trust_code=trust_code)
 
 
-def merged(model: str, out: str, adapter: str | None, dtype: str | None) -> Merged:
+def merge_here(model: str, out: str, adapter: str | None, dtype: str | None) -> Merged:
     """Merge in this process."""
     check_exists(model, "MODEL")  # before torch is imported
     from trainwright.inference.finding import find_model
-    from trainwright.inference.loading import for_users
+    from trainwright.inference.loading import name_arguments_in_errors
     from trainwright.models.merging import merge as work_in
 
-    with for_users(), Activity(sys.stderr, "reading the model"):
+    with name_arguments_in_errors(), Activity(sys.stderr, "reading the model"):
         source = find_model(model, adapter)
         check_finished(source)
         _refuse_full(source)
-        written = user_path(out)
-        return Merged(written, *work_in(source.section, source.seed, written, dtype_of(dtype)))
+        written = expand_user_path(out)
+        return Merged(written, *work_in(source.section, source.seed, written, parse_dtype(dtype)))
 
 
 def check_finished(source: UnloadedModel) -> None:
@@ -358,7 +358,8 @@ def check_finished(source: UnloadedModel) -> None:
     if source.checkpoint is not None and source.section.adapter.type != "none":
         raise RequestError(
             f"{source.origin} is a checkpoint of an adapter, which cannot be merged before its run is finished: "
-            f"continue with trainwright train --resume {quoted(source.run or 'RUN')}, then pass the run or its final/"
+            f"continue with trainwright train --resume {quote_word(source.run or 'RUN')}, then pass the run or its "
+            "final/"
         )
 
 
@@ -375,7 +376,7 @@ def _refuse_full(source: UnloadedModel) -> None:
         )
 
 
-def dtype_of(name: str | None) -> torch.dtype | None:
+def parse_dtype(name: str | None) -> torch.dtype | None:
     """Return the data type of ``--dtype``. Raises RequestError."""
     import torch
 

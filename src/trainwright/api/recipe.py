@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
-from trainwright.utils.text import plural
+from trainwright.utils.text import format_plural
 
 if TYPE_CHECKING:
     from trainwright.recipe import schema
@@ -59,10 +59,10 @@ class Recipe:
         logging: schema.LoggingSection
 
     def __init__(self, **sections: Any) -> None:
-        from trainwright.recipe.loading import merged_with
+        from trainwright.recipe.loading import merge_values
         from trainwright.recipe.yaml_text import Tree
 
-        self._set(merged_with(Tree(), _plain(sections)))
+        self._set(merge_values(Tree(), _convert_to_plain(sections)))
 
     @classmethod
     def load(cls, path: str | PathLike[str], *overrides: str, **sections: Any) -> Recipe:
@@ -82,13 +82,13 @@ class Recipe:
         """
         from trainwright.recipe.loading import read_merged
 
-        return cls._of(read_merged(Path(path), overrides))._with(sections)
+        return cls._of(read_merged(Path(path), overrides))._merge_sections(sections)
 
     def override(self, *overrides: str, **sections: Any) -> Recipe:
         """Return this recipe with other values: ``section.key=value``, or mappings by section."""
         from trainwright.recipe.loading import read_merged
 
-        return self._of(read_merged(self._tree, overrides))._with(sections)
+        return self._of(read_merged(self._tree, overrides))._merge_sections(sections)
 
     def check(self) -> str:
         """Check the model and the first rows of the data too, which ``trainwright recipe check`` does.
@@ -104,7 +104,7 @@ class Recipe:
             >>> tw.Recipe.load("tiny.yaml").check()
             'sft of a fresh llama on ..., 4 steps of ... examples'
         """
-        line, notes, _ = checked(self)
+        line, notes, _ = check_recipe(self)
         return "\n".join([line, *(f"note: {note}" for note in notes)])
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -144,39 +144,39 @@ class Recipe:
         recipe._set(tree)
         return recipe
 
-    def _with(self, sections: Mapping[str, Any]) -> Recipe:
-        from trainwright.recipe.loading import merged_with
+    def _merge_sections(self, sections: Mapping[str, Any]) -> Recipe:
+        from trainwright.recipe.loading import merge_values
 
-        return self._of(merged_with(self._tree, _plain(sections))) if sections else self
+        return self._of(merge_values(self._tree, _convert_to_plain(sections))) if sections else self
 
     def _set(self, tree: Tree) -> None:
-        from trainwright.recipe.loading import loaded
+        from trainwright.recipe.loading import load_tree
 
         self._tree = tree
-        self._recipe = loaded(tree).recipe
+        self._recipe = load_tree(tree).recipe
 
 
-def source_of(recipe: Recipe | str | PathLike[str]) -> Tree | Path:
+def extract_source(recipe: Recipe | str | PathLike[str]) -> Tree | Path:
     """Return what load_recipe accepts for a recipe: its file, or the tree of a `Recipe`."""
     return recipe._tree if isinstance(recipe, Recipe) else Path(recipe)
 
 
-def stem_of(source: Tree | Path) -> str:
+def choose_stem(source: Tree | Path) -> str:
     """Return the name of a recipe's file without its suffix; ``recipe`` for one that has no file."""
     file = source if isinstance(source, Path) else source.file
     return "recipe" if file is None else Path(file).stem
 
 
-def _plain(value: Any) -> Any:
+def _convert_to_plain(value: Any) -> Any:
     """Convert to mappings, lists and texts, as in YAML."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _convert_to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_convert_to_plain(item) for item in value]
     return str(value) if isinstance(value, PathLike) else value
 
 
-def checked(recipe_given: Recipe) -> tuple[str, list[str], bool]:
+def check_recipe(recipe_given: Recipe) -> tuple[str, list[str], bool]:
     """Return what a run does, notes about it, and whether its model was looked at; raise RequestError as ``check``."""
     from trainwright.data.check import check_data
     from trainwright.models.resolve_model import is_here, is_hub_id, locate
@@ -208,11 +208,11 @@ def checked(recipe_given: Recipe) -> tuple[str, list[str], bool]:
     train = recipe.train
     length = f"{train.epochs or 0:g} epoch{'s' * (train.epochs != 1)} in batches"
     if train.max_steps is not None:
-        length = plural(train.max_steps, "step")
+        length = format_plural(train.max_steps, "step")
     if train.max_tokens is not None:
-        length = f"{plural(train.max_tokens, 'token')} in batches"
+        length = f"{format_plural(train.max_tokens, 'token')} in batches"
     model, data = recipe.spec.inputs(recipe)
-    batch = plural(train.global_batch_size, train.batch_unit.removesuffix("s"))
+    batch = format_plural(train.global_batch_size, train.batch_unit.removesuffix("s"))
     line = f"{recipe.task} of {model} on {data}, {length} of {batch}"
     return line, notes, is_checked
 
@@ -223,14 +223,14 @@ def _check_tokens(recipe: schema.RecipeSchema) -> None:
     Every row is read, but only if the tokenizer has such tokens.
     """
     from trainwright.data.check import check_sources
-    from trainwright.data.rows.formats import kind_of_rows
+    from trainwright.data.rows.formats import look_up_reader
     from trainwright.models.load import load_config, load_tokenizer
 
     tokenizer = load_tokenizer(recipe.model)
     embeddings = load_config(recipe.model, tokenizer).get_text_config().vocab_size
     if len(tokenizer) <= embeddings:
         return
-    for checked in check_sources(recipe, kind_of_rows(recipe), tokenizer, embeddings, only_files=True):
+    for checked in check_sources(recipe, look_up_reader(recipe), tokenizer, embeddings, only_files=True):
         if checked.problems:
             raise RequestError(checked.problems[0])
 

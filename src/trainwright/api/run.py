@@ -7,12 +7,12 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.engine.checkpoints.manifest import checkpoints_in
-from trainwright.engine.event_reader import EventRecord, read_events, status_of
+from trainwright.engine.checkpoints.manifest import list_checkpoints
+from trainwright.engine.event_reader import EventRecord, read_events, read_status
 from trainwright.errors import RequestError
 from trainwright.machine.sharing import is_locked
 from trainwright.recipe.registries import STOP_HOOKS
-from trainwright.run.run_directory import RECIPE, SUBMITTED, plan_of
+from trainwright.run.run_directory import RECIPE, SUBMITTED, read_plan
 from trainwright.run.shutdown.requests import CHECKPOINT_FILE, STOP_FILE, ask
 from trainwright.utils.paths import run_path
 
@@ -59,12 +59,12 @@ class Run:
     @property
     def plan(self) -> dict[str, Any]:
         """Return the initial plan of the run, as ``trainwright plan --json`` prints it; empty without a plan."""
-        return plan_of(self.directory)
+        return read_plan(self.directory)
 
     @property
     def status(self) -> str:
         """Return ``finished``, ``stopped``, or ``unfinished`` for a run that is training, was killed or has failed."""
-        return status_of(self.directory)
+        return read_status(self.directory)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -75,7 +75,7 @@ class Run:
     @property
     def checkpoints(self) -> dict[int, Path]:
         """Return the directories of the checkpoints by step, the oldest first."""
-        return checkpoints_in(self.directory / "checkpoints")
+        return list_checkpoints(self.directory / "checkpoints")
 
     @property
     def model(self) -> Path | None:
@@ -98,7 +98,7 @@ class Run:
 
     def columns(self, kind: str = "step") -> dict[str, list[Any]]:
         """Return the events of one kind as columns by field, and by metric; None where a row lacks the field."""
-        rows = [_flat(event) for event in self.events(kind)]
+        rows = [_flatten_event(event) for event in self.events(kind)]
         names = dict.fromkeys(name for row in rows for name in row)
         return {name: [row.get(name) for row in rows] for name in names}
 
@@ -126,7 +126,7 @@ class Run:
         return f"Run({str(self.directory)!r})"
 
 
-def _flat(event: EventRecord) -> dict[str, Any]:
+def _flatten_event(event: EventRecord) -> dict[str, Any]:
     metrics = event.get("metrics")
     plain = {key: value for key, value in event.items() if key not in ("event", "metrics")}
     return {**plain, **metrics} if isinstance(metrics, dict) else plain

@@ -36,18 +36,18 @@ from trainwright.errors import (
 )
 from trainwright.machine.accelerators import refuse_unusable
 from trainwright.machine.detect import detect
-from trainwright.recipe.extensions import inherited_environment, trusting
+from trainwright.recipe.extensions import build_child_environment, set_trust
 from trainwright.run.process import (
     check_limits,
-    console,
+    find_console,
     limit_product_caches,
     preload_libraries,
     prepare_environment,
     run_in_child,
 )
-from trainwright.run.program import passing_on
+from trainwright.run.program import pass_on_signals
 from trainwright.run.shutdown.stop import Stopping, signal_after_parent
-from trainwright.utils.activity import Activity, doing
+from trainwright.utils.activity import Activity, begin_activity
 
 if TYPE_CHECKING:
     from trainwright.inference.answering import Done
@@ -78,8 +78,8 @@ def run_in_process(function: Callable[..., T], *arguments: Any, progress: bool =
         call, answered = Path(scratch, "call"), Path(scratch, "answer")
         call.write_bytes(pickle.dumps((function, arguments, trust_code)))
         command = [sys.executable, "-P", "-c", _CODE, json.dumps(sys.path), str(call), str(answered), str(os.getpid())]
-        with passing_on() as (programs, requested):
-            process = _started(command, progress)
+        with pass_on_signals() as (programs, requested):
+            process = _start_process(command, progress)
             programs.append(process)
             for line in process.stdout or ():
                 sys.stdout.write(line)
@@ -98,9 +98,9 @@ def run_in_process(function: Callable[..., T], *arguments: Any, progress: bool =
         return result
 
 
-def _started(command: list[str], progress: bool) -> subprocess.Popen[str]:
+def _start_process(command: list[str], progress: bool) -> subprocess.Popen[str]:
     options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "text": True, "encoding": "utf-8", "errors": "replace"}
-    options["env"] = inherited_environment()
+    options["env"] = build_child_environment()
     if not progress:
         options |= {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     elif sys.stdout is sys.__stderr__:
@@ -136,7 +136,7 @@ def serve(call: str, answer_file: str, parent: str) -> None:
     function, arguments, trust_code = pickle.loads(Path(call).read_bytes())
     result = error = None
     try:
-        with trusting(trust_code), Activity(sys.stderr, "starting", until_output=True):
+        with set_trust(trust_code), Activity(sys.stderr, "starting", until_output=True):
             result = function(*arguments)
     except (Exception, KeyboardInterrupt) as raised:
         error = raised
@@ -148,7 +148,7 @@ def serve(call: str, answer_file: str, parent: str) -> None:
 _PATIENCE = timedelta(days=7)
 
 
-def process_count(machine: Machine, requested: int | None) -> int:
+def choose_process_count(machine: Machine, requested: int | None) -> int:
     """Return one process per GPU, or one for all cores; or ``requested``. Raises MachineError if GPUs are too few."""
     refuse_unusable(machine)
     if requested is not None and 0 < len(machine.gpus) < requested:
@@ -156,7 +156,7 @@ def process_count(machine: Machine, requested: int | None) -> int:
     return requested or len(machine.gpus) or 1
 
 
-def dtype_name(requested: str, machine: Machine) -> str:
+def choose_dtype(requested: str, machine: Machine) -> str:
     """Return the data type to compute in. Raises RequestError if its name is unknown."""
     if requested == "auto":
         return "bf16" if machine.gpus and machine.has_bf16 else "fp32"
@@ -166,7 +166,7 @@ def dtype_name(requested: str, machine: Machine) -> str:
 
 
 @contextmanager
-def work_directory(command: str) -> Iterator[Path]:
+def create_work_directory(command: str) -> Iterator[Path]:
     """Make a directory in which processes exchange files; it is kept if a worker fails, for its logs."""
     directory = Path(tempfile.mkdtemp(prefix=f"trainwright-{command}-"))
     has_failed = False
@@ -181,7 +181,7 @@ def work_directory(command: str) -> Iterator[Path]:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def in_processes(
+def run_in_processes(
     prepare: Callable[[], None],
     entry: Callable[[World], None],
     *,
@@ -238,38 +238,38 @@ class _StopImmediately(Stopping):
 
 
 def _prepare(prepare: Callable[[], None]) -> None:
-    with Activity(console(), "reading the model and the data"):
+    with Activity(find_console(), "reading the model and the data"):
         prepare()
 
 
 def _work(entry: Callable[[World], None]) -> int:
     from trainwright.parallel.openmp import limit_spinning
     from trainwright.parallel.world import join, leave
-    from trainwright.run.group.contract import usable_device
+    from trainwright.run.group.contract import choose_device
 
     limit_product_caches()
     limit_spinning()
-    world = join(usable_device(detect(), None), timeout=_PATIENCE)
+    world = join(choose_device(detect(), None), timeout=_PATIENCE)
     try:
-        with Activity(console()):
+        with Activity(find_console()):
             entry(world)
     finally:
         leave()
     return EXIT_FINISHED
 
 
-def counted(world: World, label: str, total: int) -> Done:
+def show_progress(world: World, label: str, total: int) -> Done:
     """Show how many rows are done, on rank 0 only, because all ranks have about the same number."""
-    stream = console()
+    stream = find_console()
     if stream is None or not total:
         return lambda examples: None
     from trainwright.run.observers.progress import Counting
 
     counting = Counting(stream, label, total)
-    doing(f"the first {label}")
+    begin_activity(f"the first {label}")
 
     def count(examples: int) -> None:
-        doing("")  # the count is shown instead
+        begin_activity("")  # the count is shown instead
         counting(examples * world.size)
 
     return count

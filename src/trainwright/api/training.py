@@ -10,7 +10,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.api.recipe import Recipe, source_of
+from trainwright.api.recipe import Recipe, extract_source
 from trainwright.api.run import Run
 from trainwright.api.separate_process import answer, run_in_process
 from trainwright.errors import (
@@ -20,18 +20,18 @@ from trainwright.errors import (
     RequestError,
     Stopped,
     TrainwrightError,
-    error_of,
+    build_error,
 )
-from trainwright.machine.accelerators import with_device
+from trainwright.machine.accelerators import restrict_to_device
 from trainwright.machine.cache import keep_compiled_code
 from trainwright.machine.detect import detect
 from trainwright.recipe.registries import LAUNCHERS
 from trainwright.run.group import environment
 from trainwright.run.group.environment import NodeRendezvous, Variables
-from trainwright.run.shutdown.requests import deadline_of
-from trainwright.run.shutdown.stop import describe_stop, interruptible
-from trainwright.utils.activity import Activity, doing
-from trainwright.utils.text import quoted, say
+from trainwright.run.shutdown.requests import choose_deadline
+from trainwright.run.shutdown.stop import describe_stop, interrupt_on_stop
+from trainwright.utils.activity import Activity, begin_activity
+from trainwright.utils.text import quote_word, say
 
 if TYPE_CHECKING:
     from trainwright.machine.machine import Machine
@@ -91,7 +91,7 @@ def train(
     from trainwright.run.request import TrainingRequest
 
     options = TrainingRequest(
-        source_of(recipe),
+        extract_source(recipe),
         overrides,
         None,
         num_processes,
@@ -146,7 +146,7 @@ def resume(
     """
     from trainwright.run.request import TrainingRequest
 
-    source = None if recipe is None else source_of(recipe)
+    source = None if recipe is None else extract_source(recipe)
     options = TrainingRequest(
         source, overrides, fspath(run), num_processes, force=force, until=until, time_limit=time_limit
     )
@@ -154,7 +154,7 @@ def resume(
 
 
 def _run(options: TrainingRequest, progress: bool) -> Run:
-    launcher = environment.launcher_of(Variables(), options.nodes or 1)
+    launcher = environment.find_launcher(Variables(), options.nodes or 1)
     if launcher is None:
         return Run(run_in_process(_train, options, progress=progress))
     return Run(_train_in_group(options, launcher, progress))
@@ -202,10 +202,10 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
         RequestError: the recipe, the arguments or the data are invalid.
         MachineError: the machine lacks what is asked for. Too little memory is not reported here.
     """
-    from trainwright.run.request import check_nodes, check_request, request_of, resolve_request
+    from trainwright.run.request import build_request, check_nodes, check_request, resolve_request
 
     keep_compiled_code()  # here, as measurements of the machine and traces import torch
-    overrides, settings = options.with_number(), None
+    overrides, settings = options.list_overrides(), None
     words = [*options.words(), *overrides[len(options.overrides) :]]
     nodes, node_rank, rendezvous = options.nodes, options.node_rank, options.rendezvous
     if options.accelerate_config is not None:
@@ -217,35 +217,35 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
     environment.refuse_worker("train", count)
     environment.refuse_more_nodes(words, nodes)
     met = NodeRendezvous.of(count, node_rank, rendezvous, options.rendezvous_timeout)
-    doing("reading the recipe")
-    request = request_of(options.recipe, overrides, options.resume, settings)
+    begin_activity("reading the recipe")
+    request = build_request(options.recipe, overrides, options.resume, settings)
     try:
         check_nodes(request.recipe, count)
-        request = replace(request, deadline=deadline_of(options.until, options.time_limit), force=options.force)
+        request = replace(request, deadline=choose_deadline(options.until, options.time_limit), force=options.force)
         check_request(request, creates=not node_rank)
-        machine = with_device(detect(), request.recipe.parallel.device)
-        doing("planning")
+        machine = restrict_to_device(detect(), request.recipe.parallel.device)
+        begin_activity("planning")
         resolved = resolve_request(request, machine, count)
     except TrainwrightError:
         request.discard_fetched()
         raise
-    notes = () if node_rank else _notes(options, nodes, resolved)
+    notes = () if node_rank else _list_notes(options, nodes, resolved)
     return PreparedTraining(request, resolved, machine, notes, met)
 
 
 def _train(options: TrainingRequest) -> Path:
     """Prepare and train, in a process that does nothing else."""
     try:
-        with interruptible():
+        with interrupt_on_stop():
             return prepare_shown(options).start()
     except Interrupted:
         consequence = "nothing was kept" if options.resume is None else "the existing run was not changed"
         raise Stopped(f"stopped before the first step; {consequence}") from None
 
 
-def _notes(options: TrainingRequest, nodes: int | None, resolved: Resolved) -> tuple[str, ...]:
+def _list_notes(options: TrainingRequest, nodes: int | None, resolved: Resolved) -> tuple[str, ...]:
     files = [launcher.default_file() for launcher in LAUNCHERS.present() if options.accelerate_config is None]
-    return tuple(environment.ignored_settings(nodes, resolved.processes, next(filter(None, files), None)))
+    return tuple(environment.list_ignored_settings(nodes, resolved.processes, next(filter(None, files), None)))
 
 
 _OF_OUR_LAUNCHER = ("nodes", "node_rank", "rendezvous", "accelerate_config")
@@ -256,7 +256,7 @@ def _train_in_group(request: TrainingRequest, launcher: str, progress: bool) -> 
     """Train as one of the processes that ``launcher`` has started; return the run directory. Raises like `train`."""
     if excess := [key for key in _OF_OUR_LAUNCHER if getattr(request, key) is not None]:
         raise RequestError(f"{excess[0]}: {launcher} started the processes and sets their rendezvous; remove it")
-    request = replace(request, overrides=tuple(request.with_number()), num_processes=None)
+    request = replace(request, overrides=tuple(request.list_overrides()), num_processes=None)
     return run_in_process(_join, request, next(_numbers), os.getppid(), progress=progress)
 
 
@@ -268,20 +268,20 @@ def _join(request: TrainingRequest, number: int, launcher: int) -> Path:
 
     def report(code: int, message: str) -> None:
         failed.append((code, message))
-        answer(None, error_of(code, message))  # at once: a failed rank does not return from training
+        answer(None, build_error(code, message))  # at once: a failed rank does not return from training
 
     try:
-        with interruptible():
+        with interrupt_on_stop():
             code, run = run_joined(request, report, number=number, launcher=launcher)
     except Interrupted:
         raise Stopped("stopped before the first step; nothing was changed") from None
     if failed:
-        raise error_of(*failed[0])
+        raise build_error(*failed[0])
     assert run is not None, "a run that cannot start has failed"
     if code == EXIT_STOPPED:
-        stopped = Stopped(f"{describe_stop(run)}; continue with --resume {quoted(run)}")
+        stopped = Stopped(f"{describe_stop(run)}; continue with --resume {quote_word(run)}")
         stopped.run = run
         raise stopped
     if code != EXIT_FINISHED:
-        raise error_of(code, f"the run ended with exit code {code}; its logs are in {run / 'logs'}")
+        raise build_error(code, f"the run ended with exit code {code}; its logs are in {run / 'logs'}")
     return run.absolute()

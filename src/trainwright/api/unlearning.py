@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.api.evaluation import evaluate
 from trainwright.api.generation import generate
-from trainwright.api.recipe import Recipe, source_of
+from trainwright.api.recipe import Recipe, extract_source
 from trainwright.api.training import resume, train
 from trainwright.errors import RequestError, Stopped, TrainwrightError
 from trainwright.machine.detect import detect
 from trainwright.recipe.arguments import check_argument
 from trainwright.recipe.sections.fields import Count
 from trainwright.run.group.environment import refuse_worker
-from trainwright.run.run_directory import override_of
+from trainwright.run.run_directory import format_directory_override
 from trainwright.utils.installation import require
-from trainwright.utils.paths import user_path, write_file
-from trainwright.utils.text import plural, say
+from trainwright.utils.paths import expand_user_path, write_file
+from trainwright.utils.text import format_plural, say
 
 if TYPE_CHECKING:
     from trainwright.tasks.unlearn.benchmarks import Benchmark
@@ -72,7 +72,7 @@ def unlearn_study(study: str | PathLike[str], *overrides: str, progress: bool = 
         return results_by_split[""]
     from trainwright.tasks.unlearn.evaluation.study_file import Results, draw
 
-    directory, results = user_path(loaded.study.directory).resolve(), Results.joined(results_by_split)
+    directory, results = expand_user_path(loaded.study.directory).resolve(), Results.joined(results_by_split)
     results.write(directory)
     draw(list(results_by_split.values()), directory)
     return results
@@ -84,7 +84,7 @@ class _StudySteps:
     def __init__(self, study: StudyFile, progress: bool) -> None:
         self._study = study
         self._progress = progress
-        self._directory = user_path(study.study.directory).resolve()
+        self._directory = expand_user_path(study.study.directory).resolve()
         self._began = time.monotonic()
 
     def walk(self) -> Results:
@@ -111,7 +111,7 @@ class _StudySteps:
 
     def _rows(self) -> Benchmark:
         """Return the training and evaluation rows, in the study's directory."""
-        from trainwright.tasks.unlearn.evaluation.study_file import rows_of, write_rows
+        from trainwright.tasks.unlearn.evaluation.study_file import load_rows, write_rows
 
         study, directory = self._study.study, self._directory / "benchmark"
         chosen = study.model_dump(include={"benchmark", "subset", "known"})
@@ -119,53 +119,53 @@ class _StudySteps:
             chosen |= study.model_dump(include={"sequential", "growing"}, exclude_none=True)
         self._ask("benchmark", str(chosen), done=directory.exists())
         benchmark = self._study.benchmark
-        return rows_of(benchmark, directory) if directory.exists() else write_rows(study, benchmark, directory)
+        return load_rows(benchmark, directory) if directory.exists() else write_rows(study, benchmark, directory)
 
     def _metrics(self, benchmark: Benchmark) -> list[str]:
         """Return the metrics asked for, or all that lack nothing. Raises the errors that would otherwise come later."""
         from trainwright.tasks.unlearn.evaluation.items import read_sets
-        from trainwright.tasks.unlearn.evaluation.registry import METRICS, missing, usual
+        from trainwright.tasks.unlearn.evaluation.registry import METRICS, describe_missing, select_usual
 
         key = f"{self._study.origin('evaluate', 'metrics')}: evaluate.metrics"
         sets = read_sets(benchmark, benchmark.sets, None, "benchmark")
         references = {"--reference-log": True, "--reference-model": True}
-        names = self._study.study.evaluate.metrics or usual(sets, references)
+        names = self._study.study.evaluate.metrics or select_usual(sets, references)
         for name in names:
             if name not in METRICS:
                 raise RequestError(f"{key}: unknown benchmark metric {name!r}; choose from {', '.join(METRICS)}")
-            if (why := missing(name, sets, references)) is not None:
+            if (why := describe_missing(name, sets, references)) is not None:
                 raise RequestError(f"{key}: {name}: {why}")
         return names
 
     def _recipes(self, benchmark: Benchmark) -> dict[str, Path]:
         """Return the recipes of all runs; each is checked before the first starts, and rows to forget for overlaps."""
         from trainwright.recipe.loading import load_recipe
-        from trainwright.tasks.unlearn.evaluation.study_file import FULL, requests_of
-        from trainwright.tasks.unlearn.section import data_of
+        from trainwright.tasks.unlearn.evaluation.study_file import FULL, list_requests
+        from trainwright.tasks.unlearn.section import select_data
         from trainwright.tasks.unlearn.stream import refuse_overlap
 
         study, training = self._study, benchmark.training
-        finetuned = [name for name, model in self._given().items() if model is None]
-        texts = {name: study.finetuning(training[name], training["full"]) for name in finetuned}
+        finetuned = [name for name, model in self._list_given_models().items() if model is None]
+        texts = {name: study.build_finetuning_recipe(training[name], training["full"]) for name in finetuned}
         rows = {name: training[name] for name in ("forget", "retain", "holdout", "idk") if name in training}
         runs = self._directory / _RUNS
-        full = Path(self._given()[FULL] or runs / FULL / "final")
-        requests = requests_of(study.study, self._directory / "benchmark")
+        full = Path(self._list_given_models()[FULL] or runs / FULL / "final")
+        requests = list_requests(study.study, self._directory / "benchmark")
         for name in study.study.objectives:
             if not requests:
-                texts[name] = study.unlearning(name, full, rows)
+                texts[name] = study.build_unlearning_recipe(name, full, rows)
             start = full
             for number, forget in enumerate(requests, 1):
-                texts[f"{name}.{number}"] = study.unlearning(name, start, {**rows, "forget": forget})
+                texts[f"{name}.{number}"] = study.build_unlearning_recipe(name, start, {**rows, "forget": forget})
                 if study.study.sequential is not None:
                     start = runs / f"{name}.{number}" / "final"
         files = {name: self._ask(f"{name}.yaml", text, done=(runs / name).exists()) for name, text in texts.items()}
         for name in texts:
             if name not in finetuned and not (runs / name).exists():
-                refuse_overlap(data_of(load_recipe(files[name])))
+                refuse_overlap(select_data(load_recipe(files[name])))
         return files
 
-    def _given(self) -> dict[str, str | None]:
+    def _list_given_models(self) -> dict[str, str | None]:
         """Return the full and the retain-only model that are named, in place of fine-tuning them."""
         from trainwright.tasks.unlearn.evaluation.study_file import FULL, RETAIN
 
@@ -181,15 +181,17 @@ class _StudySteps:
 
             shutil.rmtree(run)  # stopped before there was anything to resume from
         if has_checkpoints:
-            self._do(f"continuing with {name}", lambda: resume(run, progress=self._progress))
+            self._run_part(f"continuing with {name}", lambda: resume(run, progress=self._progress))
         else:
-            self._do(f"trains {name}", lambda: train(file, override_of(run), progress=self._progress))
+            self._run_part(
+                f"trains {name}", lambda: train(file, format_directory_override(run), progress=self._progress)
+            )
 
     def _evaluate(self, name: str, benchmark: Benchmark, metrics: Sequence[str]) -> None:
         from trainwright.tasks.unlearn.evaluation.study_file import RETAIN
 
         out, reference = self._directory / _EVALUATIONS / name, self._directory / _EVALUATIONS / RETAIN
-        existing = self._given()
+        existing = self._list_given_models()
         model = existing.get(name) or str(self._directory / _RUNS / name)
         options: dict[str, Any] = {"benchmark": benchmark.name, "out": str(out)}
         options["max_new_tokens"] = self._study.study.evaluate.max_new_tokens
@@ -198,13 +200,13 @@ class _StudySteps:
         if name == RETAIN:
             metrics = list(dict.fromkeys(_OF_REFERENCE.get(metric, metric) for metric in metrics))
         else:
-            options |= _references(metrics, reference, existing[RETAIN] or self._directory / _RUNS / RETAIN)
+            options |= _find_references(metrics, reference, existing[RETAIN] or self._directory / _RUNS / RETAIN)
         options |= {"metrics": ",".join(metrics), **self._processes()}
         words = (f"--{option.replace('_', '-')} {value}" for option, value in options.items())
         self._ask(f"evaluate-{name}", " ".join([model, *words]) + "\n", done=out.exists())
         if not out.exists():
             out.parent.mkdir(exist_ok=True)
-            self._do(f"measures {name}", lambda: self._measure(model, options))
+            self._run_part(f"measures {name}", lambda: self._measure(model, options))
 
     def _measure(self, model: str, options: dict[str, Any]) -> None:
         evaluation = evaluate(model, **options, progress=self._progress)
@@ -228,7 +230,7 @@ class _StudySteps:
         file.write_text(text, encoding="utf-8")
         return file
 
-    def _do(self, what: str, part: Callable[[], object]) -> None:
+    def _run_part(self, what: str, part: Callable[[], object]) -> None:
         """Run one part. If it does not finish, the study ends in the same way."""
         self._tell(what)
         try:
@@ -247,7 +249,7 @@ class _StudySteps:
         say(f"[{minutes:02d}:{seconds:02d}] {what}")
 
 
-def _references(metrics: Sequence[str], log: Path, model: Path | str) -> dict[str, str]:
+def _find_references(metrics: Sequence[str], log: Path, model: Path | str) -> dict[str, str]:
     """Return the references to the retain-only model, if a metric needs them."""
     from trainwright.tasks.unlearn.evaluation.registry import METRICS
 
@@ -316,18 +318,18 @@ def alternates(
         trainwright.errors.RequestError: sft.yaml: ...
     """
     from trainwright.recipe.loading import load_recipe
-    from trainwright.tasks.unlearn.section import data_of
+    from trainwright.tasks.unlearn.section import select_data
 
     check_argument("count", Count, count)
-    source = source_of(recipe)
+    source = extract_source(recipe)
     loaded = load_recipe(source, overrides)
-    data = data_of(loaded)
+    data = select_data(loaded)
     if data.forget is None or loaded.model.name is None:
         raise RequestError(f"{source}: alternates need a recipe with data.forget and the model.name that writes them")
-    rows = list(_rows(data.forget, data.limit, data.format))
-    file = user_path(out)
+    rows = list(_iterate_rows(data.forget, data.limit, data.format))
+    file = expand_user_path(out)
     file.parent.mkdir(parents=True, exist_ok=True)
-    written = _written(file, [row for row, _ in rows], count)
+    written = _read_written(file, [row for row, _ in rows], count)
     for start in range(len(written), len(rows), _PART):
         part = rows[start : start + _PART]
         prompts = [[{"role": "user", "content": prompt}] for _, prompt in part for _ in range(count)]
@@ -346,11 +348,13 @@ def alternates(
             written.append({**row, FIELD: answers[at * count : (at + 1) * count]})
         write_file(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in written))
         if progress:
-            say(f"{file}: {len(written):,} of {plural(len(rows), 'row')}")
+            say(f"{file}: {len(written):,} of {format_plural(len(rows), 'row')}")
     return file
 
 
-def _rows(source: str, limit: int | None, required: str | Sequence[str]) -> Iterator[tuple[dict[str, Any], str]]:
+def _iterate_rows(
+    source: str, limit: int | None, required: str | Sequence[str]
+) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield each row with an answer, and its prompt. Raises RequestError if a row is no question with an answer."""
     from trainwright.data.rows.formats import EXAMPLES, NoTarget
     from trainwright.data.sources.reading import iterate_source
@@ -371,7 +375,7 @@ def _rows(source: str, limit: int | None, required: str | Sequence[str]) -> Iter
         yield row, _PROMPT.format(question=question, answer=example[-1]["content"])
 
 
-def _written(file: Path, rows: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+def _read_written(file: Path, rows: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
     """Return the rows that an earlier call has written. Raises RequestError if the file is not of these rows."""
     if not file.exists():
         return []

@@ -10,8 +10,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from trainwright.errors import RequestError
-from trainwright.recipe.extensions import trusting
-from trainwright.utils.text import quoted
+from trainwright.recipe.extensions import set_trust
+from trainwright.utils.text import quote_word
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -40,8 +40,8 @@ class NamesInHelp(TyperCommand):
             )
 
 
-def _trust(context: typer.Context, trusted: bool) -> bool:
-    context.with_resource(trusting(trusted))  # until the command ends
+def _trust_code(context: typer.Context, trusted: bool) -> bool:
+    context.with_resource(set_trust(trusted))  # until the command ends
     return trusted
 
 
@@ -49,7 +49,7 @@ TrustCode = Annotated[
     bool,
     typer.Option(
         "--trust-code",
-        callback=_trust,
+        callback=_trust_code,
         help="Import the code that a recipe names as module:Name. Without it nothing of it is run.",
     ),
 ]
@@ -101,17 +101,17 @@ class Commands(TyperGroup):
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            raise _answered(error, words) from None
+            raise _replace_error(error, words) from None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command of a command line."""
-        name, path = args[0], _path(ctx)
+        name, path = args[0], _format_command_path(ctx)
         if self.get_command(ctx, name) is None:
             word = name.lower().replace("_", "-")
             meant = [f"{_PROGRAM} {ours}" for ours, theirs in COMMANDS.items() if word in theirs.split()]
             near = [f"{path} {command}" for command in get_close_matches(word, self.commands, 1)]
             if ctx.parent is None and name.endswith(_FILES):
-                meant = [f"{_PROGRAM} train {quoted(name)}"]
+                meant = [f"{_PROGRAM} train {quote_word(name)}"]
             # In a group its own commands count, then those elsewhere.
             answers = [*(ours for ours in meant if ours.startswith(path)), *near, *meant]
             answer = f"did you mean {answers[0]}?" if answers else f"choose from {', '.join(self.commands)}"
@@ -123,26 +123,26 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except Exception as error:
-            raise _answered(error, ctx.meta[_WORDS]) from None
+            raise _replace_error(error, ctx.meta[_WORDS]) from None
 
 
-def _path(ctx: Any) -> str:
+def _format_command_path(ctx: Any) -> str:
     """Return the words of a command, however it was started."""
-    return _PROGRAM if ctx.parent is None else f"{_path(ctx.parent)} {ctx.info_name}"
+    return _PROGRAM if ctx.parent is None else f"{_format_command_path(ctx.parent)} {ctx.info_name}"
 
 
-def _answered(error: Any, words: list[str]) -> Exception:
+def _replace_error(error: Any, words: list[str]) -> Exception:
     """Return the error to raise in place of ``error``: an answer to an unknown option, else ``error`` itself."""
     # Recognized by its attributes: the class for unknown options is not public.
-    answer = _answer(error, words) if hasattr(error, "possibilities") else None
+    answer = _describe_answer(error, words) if hasattr(error, "possibilities") else None
     return error if answer is None else RequestError(answer)
 
 
-def _answer(error: Any, words: list[str]) -> str | None:
+def _describe_answer(error: Any, words: list[str]) -> str | None:
     """Return the message for an unknown option; None if nothing better is known than the options spelled alike."""
     option, command = error.option_name, error.ctx.command
     options = {name for parameter in command.params for name in parameter.opts}
-    path = _path(error.ctx)
+    path = _format_command_path(error.ctx)
     problem = f"{option}: {path} has no such option"
     metavars = [getattr(parameter, "metavar", None) or "" for parameter in command.params]
     takes_recipe = any("SECTION.KEY=VALUE" in metavar for metavar in metavars)
@@ -156,21 +156,21 @@ def _answer(error: Any, words: list[str]) -> str | None:
     if takes_recipe and name in _RECIPE:
         file = "; an Accelerate file: --accelerate-config FILE" if "--accelerate-config" in options else ""
         return f"{problem}; the recipe is the first argument: {command_line}{file}"
-    from trainwright.recipe.problems import meaning_of
-    from trainwright.recipe.synonyms import our_value
+    from trainwright.recipe.problems import find_meaning
+    from trainwright.recipe.synonyms import look_up_value
 
-    meant = meaning_of(name.replace("-", "_"))
+    meant = find_meaning(name.replace("-", "_"))
     if meant is None or isinstance(meant, str):
         return f"{problem}; {meant}" if meant else None
     if not takes_recipe:
         return f"{problem}; {_OF_A_SCRIPT}"
-    note, value = f" ({meant.note})" if meant.note else "", _value_of(option, words)
+    note, value = f" ({meant.note})" if meant.note else "", _find_option_value(option, words)
     if meant.value is not None:
         value = "VALUE" if value.lower() in ("false", "no") else meant.value
-    return f"{problem}; write {before}{quoted(f'{meant.key}={our_value(meant.key, value) or value}')}{note}"
+    return f"{problem}; write {before}{quote_word(f'{meant.key}={look_up_value(meant.key, value) or value}')}{note}"
 
 
-def _value_of(option: str, words: list[str]) -> str:
+def _find_option_value(option: str, words: list[str]) -> str:
     """Return the value that an option was given on the command line, or VALUE."""
     for word, following in zip(words, [*words[1:], ""], strict=True):
         name, equals, value = word.partition("=")

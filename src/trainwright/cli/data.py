@@ -14,8 +14,8 @@ import typer
 from trainwright.cli.command import Commands, TrustCode
 from trainwright.cli.recipe import Overrides, RecipeFile
 from trainwright.errors import MachineError, RequestError, Stopped
-from trainwright.utils.paths import user_path
-from trainwright.utils.text import draw, is_terminal, plural, printable, say, they
+from trainwright.utils.paths import expand_user_path
+from trainwright.utils.text import draw, escape_controls, format_clause, format_plural, is_terminal, say
 
 if TYPE_CHECKING:
     from trainwright.data.check import Checked
@@ -69,17 +69,17 @@ def show(
     from rich.console import Console
 
     from trainwright.data.check import check_data
-    from trainwright.machine.cache import cache_root
+    from trainwright.machine.cache import find_cache_root
     from trainwright.models.load import load_tokenizer
 
-    with _keys_as_options(model):
-        recipe = _recipe(source, overrides or [], model, max_length)
+    with _name_options_in_errors(model):
+        recipe = _load_recipe(source, overrides or [], model, max_length)
         check_data(recipe)
         from trainwright.data.stream.streamed import StreamedDataset
         from trainwright.tasks.language_model import prepare_data, stream_of  # with torch, which takes seconds
 
         tokenizer = load_tokenizer(recipe.model)
-        prepared = prepare_data(recipe, tokenizer, cache_root())
+        prepared = prepare_data(recipe, tokenizer, find_cache_root())
         train = prepared.train.first if isinstance(prepared.train, StreamedDataset) else prepared.train
         stream = stream_of(recipe, train, len(train), training=True, shuffle=recipe.data.streaming is None)
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
@@ -102,19 +102,19 @@ def check(
     Ends with 2 if there are any. A file alone is checked for its layout; with --model also against a chat template.
     """
     from trainwright.data.check import check_rows, check_sources
-    from trainwright.data.rows.formats import kind_of_rows
+    from trainwright.data.rows.formats import look_up_reader
     from trainwright.data.rows.pairs import ANY
     from trainwright.recipe.sections.data import RowSettings
 
     if Path(source).suffix in _RECIPES or model is not None:
         from trainwright.models.load import load_tokenizer
-        from trainwright.tasks.language_model import embeddings_of
+        from trainwright.tasks.language_model import count_embeddings
 
-        with _keys_as_options(model):
-            recipe = _recipe(source, overrides or [], model, max_length)
-            kind = ANY if model is not None else kind_of_rows(recipe)
+        with _name_options_in_errors(model):
+            recipe = _load_recipe(source, overrides or [], model, max_length)
+            kind = ANY if model is not None else look_up_reader(recipe)
             tokenizer = load_tokenizer(recipe.model)
-            checked = check_sources(recipe, kind, tokenizer, embeddings_of(recipe.model, tokenizer))
+            checked = check_sources(recipe, kind, tokenizer, count_embeddings(recipe.model, tokenizer))
         _report(checked, recipe.data.max_length)
         return
     if overrides or max_length is not None:
@@ -185,26 +185,29 @@ def style(
     replace: Annotated[bool, typer.Option("--replace", help="Replace existing system prompts.")] = False,
 ) -> None:
     """Add a system prompt to the start of every conversation."""
-    from trainwright.data.rows.preparing import style
+    from trainwright.data.rows.preparing import style_rows
     from trainwright.recipe.files import read_text
 
     if system.startswith("@"):
         try:
-            system = read_text(user_path(system[1:])).strip()
+            system = read_text(expand_user_path(system[1:])).strip()
         except RequestError as error:
             raise RequestError(f"--system: {error}") from None
-    outcome = style(file, system, out, replace=replace)
-    say(f"{out}: {plural(outcome.added, 'prompt')} added, {outcome.replaced:,} replaced, {outcome.kept:,} unchanged")
+    outcome = style_rows(file, system, out, replace=replace)
+    say(
+        f"{out}: {format_plural(outcome.added, 'prompt')} added, {outcome.replaced:,} replaced, {outcome.kept:,} "
+        "unchanged"
+    )
     for note in outcome.notes:
         say(note)
     if outcome.kept:
         say("pass --replace to replace those too")
     for why, count in outcome.left_out.items():
-        say(f"{plural(count, 'row')} left out: {why}")
+        say(f"{format_plural(count, 'row')} left out: {why}")
 
 
 @contextmanager
-def _keys_as_options(model: str | None) -> Iterator[None]:
+def _name_options_in_errors(model: str | None) -> Iterator[None]:
     """Name the command's options in place of the recipe's keys in messages about a file of rows."""
     try:
         yield
@@ -215,11 +218,11 @@ def _keys_as_options(model: str | None) -> Iterator[None]:
         raise RequestError(f"{_OPTIONS[key]}{rest}") from None
 
 
-def _recipe(source: str, overrides: list[str], model: str | None, max_length: int | None) -> RecipeSchema:
+def _load_recipe(source: str, overrides: list[str], model: str | None, max_length: int | None) -> RecipeSchema:
     """Return the recipe, or one made for a file of rows."""
     import json
 
-    from trainwright.recipe.loading import load_recipe, recipe_of
+    from trainwright.recipe.loading import build_recipe, load_recipe
 
     if Path(source).suffix in _RECIPES:
         if model is not None or max_length is not None:
@@ -237,7 +240,7 @@ def _recipe(source: str, overrides: list[str], model: str | None, max_length: in
     length = [f"data.max_length={max_length}"] if max_length is not None else []
     data = f"data={{train: {json.dumps(source)}, validation: null}}"
     tasks = [] if any(word.startswith("task=") for word in overrides) else ["task=sft"]
-    return recipe_of([*tasks, about, data, *length, *overrides], "--model")
+    return build_recipe([*tasks, about, data, *length, *overrides], "--model")
 
 
 def _is_tokenizer(directory: Path) -> bool:
@@ -248,10 +251,10 @@ def _is_tokenizer(directory: Path) -> bool:
 def _show_examples(console: Any, tokenizer: Any, stream: Stream[TokenDataset], count: int) -> None:
     from rich.text import Text
 
-    from trainwright.data.show import first_examples, pieces
+    from trainwright.data.show import decode_pieces, list_first_examples
 
     colored, dataset = console.is_terminal and not console.no_color, stream.dataset
-    stages = first_examples(stream, count)
+    stages = list_first_examples(stream, count)
     numbered = [(stage, *each) for stage, some in enumerate(stages, start=1) for each in enumerate(some, start=1)]
     for stage, number, example in numbered:
         name = f"example {number}" if stream.staged is None else f"stage {stage}, example {number}"
@@ -259,11 +262,11 @@ def _show_examples(console: Any, tokenizer: Any, stream: Stream[TokenDataset], c
         for sequence in sequences:
             length, targets = dataset.sequence_length(sequence), dataset.sequence_targets(sequence)
             role = "" if len(sequences) == 1 else (" chosen", " rejected")[dataset.role(sequence)]
-            tokens = plural(length, "token")
+            tokens = format_plural(length, "token")
             console.rule(f"{name}{role}: {tokens}, {targets:,} of them targets", align="left")
             text = Text()
-            for piece, target in pieces(tokenizer, dataset, sequence):
-                shown = printable(piece) if colored or not target else f"⟦{printable(piece)}⟧"
+            for piece, target in decode_pieces(tokenizer, dataset, sequence):
+                shown = escape_controls(piece) if colored or not target else f"⟦{escape_controls(piece)}⟧"
                 text.append(shown, style=_TARGET if target else "")
             console.print(text)
     if count:
@@ -271,10 +274,10 @@ def _show_examples(console: Any, tokenizer: Any, stream: Stream[TokenDataset], c
 
 
 def _show_lengths(recipe: RecipeSchema, stream: Stream[TokenDataset]) -> None:
-    from trainwright.data.show import fill, histogram
+    from trainwright.data.show import build_histogram, fill
 
     dataset = stream.dataset
-    bins = histogram(dataset)
+    bins = build_histogram(dataset)
     most_examples = max(bin.examples for bin in bins)
     width = len(f"{bins[-1].high:,}")
     say("\nlength in tokens: examples")
@@ -293,11 +296,14 @@ def _show_lengths(recipe: RecipeSchema, stream: Stream[TokenDataset]) -> None:
     if data.pack_length is None:
         rows = train.micro_batch_size if isinstance(train.micro_batch_size, int) else None
         padded = fill(dataset, **batch_settings, rows=rows, pack_length=None)
-        together = f"{plural(rows or train.global_batch_size, 'example')}, padded to the longest"
+        together = f"{format_plural(rows or train.global_batch_size, 'example')}, padded to the longest"
         say(f"rows of {together}: {padded.fill:.1%} of the positions are tokens")
-    batch = plural(train.global_batch_size, train.batch_unit.removesuffix("s"))
+    batch = format_plural(train.global_batch_size, train.batch_unit.removesuffix("s"))
     how = "packs" if data.pack_length is not None else f"with data.pack_length {pack}: packs"
-    say(f"{how} of {plural(pack, 'token')}: a batch of {batch} is {packed.rows:.1f} of them, {packed.fill:.1%} full")
+    say(
+        f"{how} of {format_plural(pack, 'token')}: a batch of {batch} is {packed.rows:.1f} of them, {packed.fill:.1%} "
+        "full"
+    )
 
 
 def _report(checks: list[Checked], max_length: int | None) -> None:
@@ -314,9 +320,11 @@ def _report(checks: list[Checked], max_length: int | None) -> None:
     say("ok")
 
 
-def _not_kept(source: SourceCounts) -> str:
+def _format_columns_not_kept(source: SourceCounts) -> str:
     filled = source.not_kept.most_common()
-    return ", ".join(name if count == source.rows else f"{name} ({plural(count, 'row')})" for name, count in filled)
+    return ", ".join(
+        name if count == source.rows else f"{name} ({format_plural(count, 'row')})" for name, count in filled
+    )
 
 
 def _show_statistics(statistics: Statistics, out: Path) -> None:
@@ -327,27 +335,30 @@ def _show_statistics(statistics: Statistics, out: Path) -> None:
         rows_written = source.rows - source.duplicates - source.wrong - sum(source.left_out.values())
         names = ", ".join(f"{theirs} as {ours}" for theirs, ours in source.renamed.items())
         read = f" (read {names})" if names else ""
-        say(f"{source.source}: {plural(source.rows, 'row')} of {source.layout}{read}: {rows_written:,} kept")
+        say(f"{source.source}: {format_plural(source.rows, 'row')} of {source.layout}{read}: {rows_written:,} kept")
         for note in source.notes:
             say(f"  {note}")
         if source.kept:
             say(f"  columns kept: {', '.join(source.kept)}")
         if source.not_kept:
-            say(f"  columns not kept: {_not_kept(source)}; --keep COLUMN writes one too, --map COLUMN=FIELD uses it")
+            say(
+                f"  columns not kept: {_format_columns_not_kept(source)}; --keep COLUMN writes one too, --map "
+                "COLUMN=FIELD uses it"
+            )
         if source.duplicates:
             differ = f"; a column not kept differs in {source.differing:,}" if source.differing else ""
-            say(f"  {they(source.duplicates, 'row', 'repeat an earlier one')}, left out{differ}")
+            say(f"  {format_clause(source.duplicates, 'row', 'repeat an earlier one')}, left out{differ}")
         if source.wrong:
-            say(f"  {they(source.wrong, 'row', 'are invalid')} and left out, such as")
+            say(f"  {format_clause(source.wrong, 'row', 'are invalid')} and left out, such as")
         for problem in source.first_wrong:
             say(f"    {problem}")
         for why, count in source.left_out.items():
-            say(f"  {plural(count, 'row')} left out: {why}")
+            say(f"  {format_plural(count, 'row')} left out: {why}")
         for what, count in source.remarks.items():
-            say(f"  {they(count, 'row', what)}")
+            say(f"  {format_clause(count, 'row', what)}")
     table = Table("file", "rows", "turns", "mean characters", "longest", "roles", box=None, pad_edge=False)
     for name, side in statistics.sides.items():
-        roles = ", ".join(f"{count:,} {printable(role)}" for role, count in side.roles.most_common())
+        roles = ", ".join(f"{count:,} {escape_controls(role)}" for role, count in side.roles.most_common())
         mean = f"{side.characters / max(1, side.rows):,.0f}"
         table.add_row(f"{name}.jsonl", f"{side.rows:,}", f"{side.turns:,}", mean, f"{side.longest:,}", roles or "-")
     Console(highlight=False, markup=False, emoji=False, soft_wrap=True).print(table)
@@ -385,7 +396,7 @@ def tokenize(
     Runs on all cores in constant memory. If stopped or killed, the same command continues, without losing or repeating
     a document.
     """
-    from trainwright.data.stream.windows import identity_of
+    from trainwright.data.stream.windows import build_identity
     from trainwright.data.tokens.shard_writer import tokenize as write
     from trainwright.machine.detect import detect
     from trainwright.models.load import load_tokenizer
@@ -397,12 +408,12 @@ def tokenize(
     sections = [(SourceSection(source=source, format=kind, limit=limit), "data tokenize") for source in sources]
     started = time.monotonic()
     try:
-        with _written(out), _shown() as report:
+        with _report_write_errors(out), _show_progress() as report:
             about = write(
                 sections,
                 chosen,
                 out,
-                identity=identity_of(sections),
+                identity=build_identity(sections),
                 processes=processes or detect().cpu_cores,
                 shard_tokens=shard_tokens,
                 report=report,
@@ -410,9 +421,10 @@ def tokenize(
     except KeyboardInterrupt:
         raise Stopped(f"stopped; run the same command again to continue {out}") from None
     seconds = time.monotonic() - started
-    shards = plural(len(about["shards"]), "shard")
+    shards = format_plural(len(about["shards"]), "shard")
     say(
-        f"{out}: {plural(about['tokens'], 'token')} ({about['dtype']}) of {plural(about['documents'], 'document')}, "
+        f"{out}: {format_plural(about['tokens'], 'token')} ({about['dtype']}) of "
+        f"{format_plural(about['documents'], 'document')}, "
         f"{about['characters'] / max(1, about['tokens']):.2f} characters per token, {shards}, "
         f"in {seconds:.1f} s"
     )
@@ -431,7 +443,7 @@ def train_tokenizer(
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first N documents of each source.")] = None,
 ) -> None:
     """Train a byte-level BPE tokenizer on your own text."""
-    from trainwright.models.files import replacing
+    from trainwright.models.files import replace_directory
     from trainwright.models.tokenization import make_tokenizer
     from trainwright.recipe.sections.data import SourceSection
 
@@ -439,15 +451,15 @@ def train_tokenizer(
         raise RequestError(f"--out: {out} already exists; choose a new directory")
     sections = [(SourceSection(source=source, limit=limit), "data train-tokenizer") for source in sources]
     new_tokenizer = make_tokenizer(sections, None if characters else vocab_size)
-    with _written(out), replacing(out) as scratch:
+    with _report_write_errors(out), replace_directory(out) as scratch:
         new_tokenizer.save_pretrained(scratch)
     if not characters and len(new_tokenizer) < vocab_size:
-        say(f"note: the text yields only {plural(len(new_tokenizer), 'token')}")
-    say(f"{out}: {plural(len(new_tokenizer), 'token')}; use it as model.tokenizer")
+        say(f"note: the text yields only {format_plural(len(new_tokenizer), 'token')}")
+    say(f"{out}: {format_plural(len(new_tokenizer), 'token')}; use it as model.tokenizer")
 
 
 @contextmanager
-def _written(out: Path) -> Iterator[None]:
+def _report_write_errors(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -457,7 +469,7 @@ def _written(out: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _shown() -> Iterator[_LineProgress]:
+def _show_progress() -> Iterator[_LineProgress]:
     """Show the progress; on a terminal the line disappears at the end."""
     try:
         yield _LineProgress()
@@ -501,9 +513,9 @@ def collect(
 
     If stopped, the same command continues: finished tasks are kept. Ends with 75 when stopped by a signal.
     """
-    from trainwright.api.agents import collected
+    from trainwright.api.agents import collect_and_show
 
-    say(str(collected(recipe, tuple(overrides or ()), num_processes, chart)))
+    say(str(collect_and_show(recipe, tuple(overrides or ()), num_processes, chart)))
 
 
 @app.command()

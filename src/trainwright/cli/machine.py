@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainwright.cli.command import Commands
-from trainwright.utils.text import plural, say
+from trainwright.utils.text import format_plural, say
 
 if TYPE_CHECKING:
     from trainwright.machine.catalog import Card
@@ -37,49 +37,49 @@ def show(
     """Show devices, memory, rates and links: of this machine, or of one that --on describes."""
     if context.invoked_subcommand is not None:
         return
-    from trainwright.machine.describe import cluster_of, node_of
-    from trainwright.machine.measured.quick import rates_in_words
+    from trainwright.machine.describe import build_cluster, build_machine
+    from trainwright.machine.measured.quick import describe_rates
 
     machine = calibration = measurement = None
     if on is not None:
-        from trainwright.machine.describe import machine_of
+        from trainwright.machine.describe import resolve_machine
 
-        cluster, calibration, measurement = machine_of(on)
-        machine = None if cluster.planned_only else node_of(cluster)
+        cluster, calibration, measurement = resolve_machine(on)
+        machine = None if cluster.planned_only else build_machine(cluster)
     else:
         from trainwright.machine.detect import detect
-        from trainwright.machine.measured.calibration import current_calibration
-        from trainwright.machine.measured.quick import USUAL, measured
+        from trainwright.machine.measured.calibration import load_current_calibration
+        from trainwright.machine.measured.quick import USUAL, measure_if_needed
 
         machine = detect()
-        cluster = cluster_of(machine)
-        calibration = current_calibration(machine)
-        quick = measured(machine, USUAL)
+        cluster = build_cluster(machine)
+        calibration = load_current_calibration(machine)
+        quick = measure_if_needed(machine, USUAL)
         measurement = quick.calibration
         for line in filter(None, (quick.message, quick.trouble)):
             say(line, file=sys.stderr)
     if as_json:
         import json
 
-        say(json.dumps(_values(cluster, calibration, measurement, machine), indent=2), wrap=False)
+        say(json.dumps(_collect_values(cluster, calibration, measurement, machine), indent=2), wrap=False)
         return
-    for name, value in _lines(cluster):
+    for name, value in _list_lines(cluster):
         say(f"{name:<14}{value}")
     if measurement is not None:
-        say(f"{'measured':<14}{rates_in_words(measurement)}, {measurement.measured}")
+        say(f"{'measured':<14}{describe_rates(measurement)}, {measurement.measured}")
     if on is None and machine is not None:
-        say(f"{'calibration':<14}{_calibration(machine)}")
+        say(f"{'calibration':<14}{_describe_calibration(machine)}")
 
 
 @app.command()
 def cards() -> None:
     """List the cards of the catalog with their datasheets."""
-    from trainwright.machine.catalog import cards as all_cards
+    from trainwright.machine.catalog import list_cards as all_cards
 
     columns = "".join(f"{precision:>7}" for precision in _PRECISIONS)
     say(f"{'card':<19}{'GB':>4}{'GB/s':>7}{columns}{'W':>6}  link (each way)")
     for card in all_cards():
-        rates = "".join(f"{_tera(card, precision):>7}" for precision in _PRECISIONS)
+        rates = "".join(f"{_format_teraflops(card, precision):>7}" for precision in _PRECISIONS)
         size = f"{card.nominal_bytes / 1e9:.0f}"
         bandwidth = f"{card.memory_bandwidth / 1e9:.0f}"
         say(f"{card.name:<19}{size:>4}{bandwidth:>7}{rates}{card.watts:>6}  {card.link.describe()}")
@@ -88,15 +88,17 @@ def cards() -> None:
         say(f"  {title}: {url}")
 
 
-def _lines(cluster: Cluster) -> list[tuple[str, str]]:
+def _list_lines(cluster: Cluster) -> list[tuple[str, str]]:
     card = cluster.card
-    lines = [("machine", cluster.name), ("device", _device(cluster))]
+    lines = [("machine", cluster.name), ("device", _describe_device(cluster))]
     lines += [("", cluster.planned_only)] if cluster.planned_only else []
     if cluster.has_gpus:
-        lines.append(("memory", _device_memory(cluster)))
+        lines.append(("memory", _describe_device_memory(cluster)))
     if card.memory_bandwidth:
         lines.append(("bandwidth", f"{card.memory_bandwidth / 1e9:,.0f} GB/s"))
-    rates = [f"{precision} {_tera(card, precision)}" for precision in _PRECISIONS if precision in card.rates]
+    rates = [
+        f"{precision} {_format_teraflops(card, precision)}" for precision in _PRECISIONS if precision in card.rates
+    ]
     if rates:
         lines.append(("TFLOP/s", ", ".join(rates) + " (peak, dense)"))
     if cluster.devices_per_node > 1:
@@ -105,13 +107,13 @@ def _lines(cluster: Cluster) -> list[tuple[str, str]]:
         rate = cluster.network.bandwidth
         node = rate * cluster.devices_per_node * 8 / 1e9
         lines.append(("network", f"{node:,.0f} Gb/s per node, {rate / 1e9:.3g} GB/s per device each way"))
-    lines += [("host", _host(cluster))]
+    lines += [("host", _describe_host(cluster))]
     lines += [("assumed", text) for text in cluster.assumptions]
     lines += [("note", card.note)] if card.note else []
     return lines + ([("source", f"{card.source.title}, {card.source.url}")] if card.source else [])
 
 
-def _device(cluster: Cluster) -> str:
+def _describe_device(cluster: Cluster) -> str:
     card = cluster.card
     if cluster.device == "cpu":
         return f"{card.name}, {cluster.cpu_cores} core{'s' * (cluster.cpu_cores != 1)}"
@@ -121,7 +123,7 @@ def _device(cluster: Cluster) -> str:
     return f"{card.name}: {', '.join(kind)}"
 
 
-def _device_memory(cluster: Cluster) -> str:
+def _describe_device_memory(cluster: Cluster) -> str:
     card = cluster.card
     text = f"{card.memory_bytes / 2**30:.2f} GiB per device for programs, {card.nominal_bytes / 1e9:.0f} GB nominal"
     if cluster.device_free_bytes is not None:
@@ -129,8 +131,8 @@ def _device_memory(cluster: Cluster) -> str:
     return text
 
 
-def _host(cluster: Cluster) -> str:
-    text = f"{plural(cluster.cpu_cores, 'core')}, {cluster.host_memory_bytes / 2**30:,.1f} GiB of memory"
+def _describe_host(cluster: Cluster) -> str:
+    text = f"{format_plural(cluster.cpu_cores, 'core')}, {cluster.host_memory_bytes / 2**30:,.1f} GiB of memory"
     if cluster.host_free_bytes is not None:
         text += f", {cluster.host_free_bytes / 2**30:,.1f} GiB free"
     if cluster.disk_free_bytes is not None:
@@ -138,41 +140,41 @@ def _host(cluster: Cluster) -> str:
     return text
 
 
-def _tera(card: Card, precision: str) -> str:
+def _format_teraflops(card: Card, precision: str) -> str:
     rate = card.rates.get(precision)
     return "-" if rate is None else f"{rate / 1e12:.4g}"
 
 
-def _calibration(machine: Machine) -> str:
-    from trainwright.machine.measured.calibration import calibration_file, load_calibration, summary
+def _describe_calibration(machine: Machine) -> str:
+    from trainwright.machine.measured.calibration import load_calibration, locate_calibration, summarize_errors
 
-    calibration = load_calibration(calibration_file(machine))
+    calibration = load_calibration(locate_calibration(machine))
     if calibration is None:
         return "none: `trainwright machine calibrate` measures the rates for plans in under a minute"
-    changed = calibration.outdated(machine)
+    changed = calibration.explain_outdated(machine)
     if changed:
         return (
             f"of {calibration.measured}, out of date ({', '.join(changed)}): run `trainwright machine calibrate` again"
         )
-    errors = summary(calibration.errors("product/"))
+    errors = summarize_errors(calibration.errors("product/"))
     text = f"of {calibration.measured}; held-out matrix products are predicted within {errors}"
     if calibration.unreliable_reason is not None:
         text += f"; {calibration.unreliable_reason}, so plans do not use it: measure again without them"
     return text
 
 
-def _values(
+def _collect_values(
     cluster: Cluster, calibration: Calibration | None, measurement: Calibration | None, machine: Machine | None
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
-    from trainwright.machine.measured.calibration import as_json
+    from trainwright.machine.measured.calibration import to_json
 
     return {
         **asdict(cluster),
         "devices": cluster.devices,
         "device": cluster.device,
-        "calibration": None if calibration is None else as_json(calibration),
-        "measurement": None if measurement is None else as_json(measurement),
+        "calibration": None if calibration is None else to_json(calibration),
+        "measurement": None if measurement is None else to_json(measurement),
         "machine": None if machine is None else asdict(machine),
     }

@@ -44,22 +44,22 @@ def _add_commands() -> None:
 _add_commands()
 
 
-def _version(is_requested: bool) -> None:
+def _show_version(is_requested: bool) -> None:
     if is_requested:
         say(f"trainwright {__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def _options(
+def _declare_options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     pass
 
 
-def _for_words(words: list[str]) -> typer.Typer:
+def _select_commands(words: list[str]) -> typer.Typer:
     """Return the commands with parameters only for the one that ``words`` run: reading those of all takes longest."""
     word = next((word.replace("_", "-") for word in words if not word.startswith("-")), None)
     commands = copy(app)
@@ -79,7 +79,7 @@ def _for_words(words: list[str]) -> typer.Typer:
 def main() -> None:
     """Run the command line; exit with the code of the error, if any."""
     try:
-        _for_words(sys.argv[1:])()
+        _select_commands(sys.argv[1:])()
     except TrainwrightError as error:
         message = str(error) if error.exit_code == EXIT_STOPPED else f"error: {error}"
         for line in (message, *getattr(error, "__notes__", ())):

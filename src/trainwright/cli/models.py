@@ -10,7 +10,7 @@ import typer
 
 from trainwright.cli.command import TrustCode
 from trainwright.errors import RequestError
-from trainwright.utils.text import plural, say, table, table_width
+from trainwright.utils.text import choose_table_width, format_plural, format_table, say
 
 if TYPE_CHECKING:
     from trainwright.tasks.unlearn.evaluation.study_file import Results
@@ -136,9 +136,9 @@ def evaluate(
     """
     options = locals()
     from trainwright.api.evaluation import MeasureRequest, measure
-    from trainwright.recipe.arguments import as_request
+    from trainwright.recipe.arguments import to_request
 
-    directory, lines = measure(as_request(MeasureRequest, options))
+    directory, lines = measure(to_request(MeasureRequest, options))
     for line in lines:
         say(line)
     say(f"\n{directory}/")
@@ -194,11 +194,11 @@ def generate(
     options = {**locals()}
     del options["prompt"]
     from trainwright.api.generation import GenerationRequest, answer, answer_file
-    from trainwright.recipe.arguments import as_request
+    from trainwright.recipe.arguments import to_request
 
     if prompt is not None and file is not None:
         raise RequestError("--prompt and --file: pass only one of them")
-    request = as_request(GenerationRequest, options)
+    request = to_request(GenerationRequest, options)
     if file is None:
         answer(request, prompt)
     else:
@@ -225,10 +225,10 @@ def merge(
     trust_code: TrustCode = False,
 ) -> None:
     """Merge an adapter into its base model, and check the result by its logits."""
-    from trainwright.api.publishing import merged
+    from trainwright.api.publishing import merge_here
 
-    result = merged(model, str(out), adapter, dtype)
-    say(f"{result.directory}: {plural(result.changed, 'matrix', 'matrices')} merged, all of them changed")
+    result = merge_here(model, str(out), adapter, dtype)
+    say(f"{result.directory}: {format_plural(result.changed, 'matrix', 'matrices')} merged, all of them changed")
     say(f"logits differ from those of base model and adapter by {result.difference:.1e} of the largest")
     say(f"sample output: {result.sample!r}")
     _show_usage(result.directory)
@@ -245,9 +245,9 @@ def export(
     trust_code: TrustCode = False,
 ) -> None:
     """Write a run's model in another format; an adapter is merged into its base if the format needs a full model."""
-    from trainwright.api.publishing import exported
+    from trainwright.api.publishing import export_here
 
-    path = exported(model, out, to, dtype, checkpoint)
+    path = export_here(model, out, to, dtype, checkpoint)
     if to == "gguf":
         size = f"{path.stat().st_size / 1e6:,.0f} MB in {dtype or 'f16'}"
         say(f"{path}: {size}, read back by transformers with the same tokens and logits")
@@ -276,15 +276,15 @@ def push(
 
     The token comes from HF_TOKEN or `hf auth login`, and is never stored.
     """
-    from trainwright.api.publishing import pushed
+    from trainwright.api.publishing import push_here
 
-    say(str(pushed(run, repository, private, dry_run, message, checkpoint)), wrap=False)
+    say(str(push_here(run, repository, private, dry_run, message, checkpoint)), wrap=False)
 
 
 def _show_usage(directory: Path) -> None:
-    from trainwright.models.usage import loading
+    from trainwright.models.usage import format_loading_code
 
-    lines = loading(directory, str(directory))
+    lines = format_loading_code(directory, str(directory))
     if lines is not None:
         say("use it:\n" + "".join(f"    {line}".rstrip() + "\n" for line in lines.splitlines()), end="")
 
@@ -318,5 +318,5 @@ def show(results: Results) -> None:
     names, *columns = zip(*results.rows, strict=True)
     titles = [title for _, _, title in results.columns]
     rows = [["", *names], *([title, *values] for title, values in zip(titles, columns, strict=True))]
-    for line in table(rows, table_width(sys.stdout), numbers=True):
+    for line in format_table(rows, choose_table_width(sys.stdout), numbers=True):
         say(line, wrap=False)

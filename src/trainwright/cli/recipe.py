@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from trainwright.cli.command import Commands, TrustCode
-from trainwright.utils.text import say, table
+from trainwright.utils.text import format_table, say
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, help="Show, check and describe recipes.")
 
@@ -24,10 +24,10 @@ def new(
     all_names: Annotated[bool, typer.Option("--list", help="List the recipes that come with Trainwright.")] = False,
 ) -> None:
     """Write a recipe that comes with Trainwright as recipes/NAME.yaml, with the recipes that it includes."""
-    from trainwright.utils.installation import shipped_recipes, write_recipe
+    from trainwright.utils.installation import list_shipped_recipes, write_recipe
 
     if all_names or not name:
-        for line in table(list(shipped_recipes().items())):
+        for line in format_table(list(list_shipped_recipes().items())):
             say(line)
         return
     files = write_recipe(name, Path("recipes"))
@@ -49,9 +49,9 @@ def check(recipe: RecipeFile, overrides: Overrides = None, trust_code: TrustCode
 
     Ends with 2 and the reasons if something is wrong.
     """
-    from trainwright.api.recipe import Recipe, checked
+    from trainwright.api.recipe import Recipe, check_recipe
 
-    line, notes, is_checked = checked(Recipe.load(recipe, *(overrides or [])))
+    line, notes, is_checked = check_recipe(Recipe.load(recipe, *(overrides or [])))
     say(f"{recipe}: {'ok' if is_checked else 'valid, but the model was not checked'}: {line}")
     for note in notes:
         say(f"note: {note}")
@@ -92,27 +92,27 @@ def recipe_json_schema() -> dict[str, Any]:
 
     No key is required, unlike in a complete recipe: a file can get any key from its includes.
     """
-    from trainwright.recipe.schema import recipe_model
+    from trainwright.recipe.schema import build_recipe_model
 
-    schema = recipe_model().model_json_schema()
+    schema = build_recipe_model().model_json_schema()
     file_names = {"type": "array", "items": {"type": "string", "minLength": 1}}
     schema["properties"]["include"] = {
         "anyOf": [{"type": "string", "minLength": 1}, file_names],
         "description": "Recipe files to merge first, relative to this one; the later file wins.",
     }
-    _tidy(schema)
+    _tidy_schema(schema)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Trainwright recipe", **schema}
 
 
-def _tidy(node: Any) -> None:
+def _tidy_schema(node: Any) -> None:
     """Remove what pydantic adds (titles from key names) and what partial files do not need."""
     if isinstance(node, list):
         for item in node:
-            _tidy(item)
+            _tidy_schema(item)
     elif isinstance(node, dict):
         node.pop("required", None)
         for key, value in list(node.items()):
             if key == "title" and isinstance(value, str):
                 del node[key]
             else:
-                _tidy(value)
+                _tidy_schema(value)

@@ -61,7 +61,7 @@ class TrainCommand(NamesInHelp):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the arguments, where ``--resume`` may have no value."""
-        return super().parse_args(ctx, [_bare_resume(args, i) for i in range(len(args))])
+        return super().parse_args(ctx, [_complete_bare_resume(args, i) for i in range(len(args))])
 
 
 @command(cls=TrainCommand)
@@ -150,7 +150,7 @@ def train(
         os.environ[VERBOSE] = "1"
     recipe, overrides = split_words(arguments or [])
     if fork is not None:
-        recipe, overrides = _forked(fork, recipe, overrides)
+        recipe, overrides = _build_fork(fork, recipe, overrides)
     if most_waits is not None:
         say("note: --most-waits is called --max-host-syncs now; the next version refuses it", file=sys.stderr)
         max_host_syncs = most_waits if max_host_syncs is None else max_host_syncs
@@ -200,7 +200,7 @@ def train(
         prepared.resolved.plan.refuse_shortage()
 
 
-def _forked(fork: str, recipe: Path | None, overrides: list[str]) -> tuple[Path, list[str]]:
+def _build_fork(fork: str, recipe: Path | None, overrides: list[str]) -> tuple[Path, list[str]]:
     """Return the recipe and the overrides of a run that starts from a checkpoint of another one."""
     from trainwright.engine.checkpoints.parent import ParentCheckpoint
     from trainwright.run.run_directory import RECIPE
@@ -241,7 +241,7 @@ def _simulate(
     simulation.refuse(max_host_syncs)
 
 
-def _bare_resume(args: list[str], i: int) -> str:
+def _complete_bare_resume(args: list[str], i: int) -> str:
     """Return the value for `--resume` followed by nothing, an option, an override or a recipe file: the newest run."""
     if args[i] != "--resume":
         return args[i]

@@ -10,7 +10,7 @@ import typer
 
 from trainwright.errors import RequestError
 from trainwright.utils.installation import FIRST
-from trainwright.utils.text import say, table_width
+from trainwright.utils.text import choose_table_width, say
 
 
 def submit(
@@ -98,7 +98,7 @@ def jobs(
 ) -> None:
     """Show runs and the jobs that train them: those in runs/, and those of your jobs in Slurm's queue."""
     import trainwright as tw
-    from trainwright.clusters.operations import table
+    from trainwright.clusters.operations import format_jobs
 
-    for line in table(tw.jobs(*(runs or [])), table_width(sys.stdout)):
+    for line in format_jobs(tw.jobs(*(runs or [])), choose_table_width(sys.stdout)):
         say(line, wrap=False)

@@ -25,14 +25,14 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TextIO
 
-from trainwright.clusters.job import captured
+from trainwright.clusters.job import capture_variables
 from trainwright.engine.events import append_event
 from trainwright.errors import EXIT_FAULT, EXIT_STOPPED, FaultError, MachineError, RequestError, TrainwrightError
-from trainwright.recipe.files import missing_file
+from trainwright.recipe.files import describe_missing_file
 from trainwright.run.group.environment import expand_node, split_nodes
 from trainwright.run.shutdown.failure import Cause, Failure
 from trainwright.run.shutdown.stop import STOP_SIGNALS
-from trainwright.utils.text import encodable, quoted, say
+from trainwright.utils.text import quote_word, replace_unencodable, say
 
 # A host as ssh takes it. Nothing that a shell or an option of ssh could be made of.
 _HOST = re.compile(r"([A-Za-z0-9_][\w.-]*@)?([A-Za-z0-9_][\w.-]*|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*)", re.ASCII)
@@ -62,8 +62,8 @@ def parse_hosts(text: str, origin: str = "--hosts") -> list[Host]:
     hosts: list[Host] = []
     for part in split_nodes(text):
         name, slots = _split(part, origin)
-        hosts += [_host(each, slots, origin) for each in _expanded(name, origin)]
-    return _checked(hosts, origin)
+        hosts += [_build_host(each, slots, origin) for each in _expand_hosts(name, origin)]
+    return _check_hosts(hosts, origin)
 
 
 def read_hostfile(file: Path) -> list[Host]:
@@ -74,21 +74,21 @@ def read_hostfile(file: Path) -> list[Host]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
-        raise RequestError(f"--hostfile: {missing_file(file)}") from None
+        raise RequestError(f"--hostfile: {describe_missing_file(file)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"--hostfile: {file} cannot be read: {error}") from error
     hosts: list[Host] = []
     for number, line in enumerate(lines, 1):
         origin, (name, *rest) = f"--hostfile: {file}:{number}", (line.partition("#")[0].split(None, 1) or [""])
-        slots = _slots_of_line(rest[0], origin) if rest else None
+        slots = _parse_slots(rest[0], origin) if rest else None
         for host in parse_hosts(name, origin) if name else []:
             if None not in (slots, host.slots):
                 raise RequestError(f"{origin}: {line.strip()!r} has two numbers of slots; remove one")
             hosts.append(Host(host.name, host.slots or slots))
-    return _checked(hosts, f"--hostfile: {file}")
+    return _check_hosts(hosts, f"--hostfile: {file}")
 
 
-def processes_of(hosts: list[Host]) -> int | None:
+def sum_processes(hosts: list[Host]) -> int | None:
     """Return the number of processes of all hosts, None if it is not written. Raises RequestError."""
     slots = {host.slots for host in hosts}
     if len(slots) > 1:
@@ -98,7 +98,7 @@ def processes_of(hosts: list[Host]) -> int | None:
     return None if each is None else each * len(hosts)
 
 
-def _expanded(text: str, origin: str) -> list[str]:
+def _expand_hosts(text: str, origin: str) -> list[str]:
     """Return node1, node2 and node3 for node[1-3]. Raises RequestError."""
     try:
         return expand_node(text, _MAX_HOSTS)
@@ -118,27 +118,27 @@ def _split(text: str, origin: str) -> tuple[str, str | None]:
         raise RequestError(f"{origin}: {text} is not an IPv6 address: {error}") from None
 
 
-def _slots_of_line(options: str, origin: str) -> int | None:
+def _parse_slots(options: str, origin: str) -> int | None:
     """Return the slots of what follows a host in a file of Open MPI, as in ``slots=8 max_slots = 8``."""
     options_by_name = {match[1]: match[2] for match in _OPTION.finditer(options)}
     if _OPTION.sub("", options) or options_by_name.keys() - {_SLOTS, *_PASSED_OVER}:
         raise RequestError(f"{origin}: {options.strip()!r} after the host is not slots=N, with or without max_slots=N")
-    return _number(options_by_name[_SLOTS], origin) if _SLOTS in options_by_name else None
+    return _parse_slot_count(options_by_name[_SLOTS], origin) if _SLOTS in options_by_name else None
 
 
-def _host(name: str, slots: str | None, origin: str) -> Host:
+def _build_host(name: str, slots: str | None, origin: str) -> Host:
     if not _HOST.fullmatch(name):
         raise RequestError(f"{origin}: {name!r} is not a host name, such as {_FORMS}")
-    return Host(name, None if slots is None else _number(slots, f"{origin}: {name}"))
+    return Host(name, None if slots is None else _parse_slot_count(slots, f"{origin}: {name}"))
 
 
-def _number(slots: str, origin: str) -> int:
+def _parse_slot_count(slots: str, origin: str) -> int:
     if not re.fullmatch("[0-9]{1,6}", slots) or not int(slots):
         raise RequestError(f"{origin}: slots {slots!r}: expected the number of processes, at least 1")
     return int(slots)
 
 
-def _checked(hosts: list[Host], origin: str) -> list[Host]:
+def _check_hosts(hosts: list[Host], origin: str) -> list[Host]:
     if not hosts:
         raise RequestError(f"{origin}: no hosts")
     names = [host.name for host in hosts]
@@ -171,14 +171,14 @@ class HostAnswer:
     port: int
 
 
-def ssh(host: Host) -> list[str]:
+def build_ssh_command(host: Host) -> list[str]:
     """Return the command that runs something on the host; TRAINWRIGHT_SSH replaces ``ssh``."""
     command = shlex.split(os.environ.get("TRAINWRIGHT_SSH", "ssh"))
     alive = ("-o", "ServerAliveInterval=10", "-o", "ServerAliveCountMax=3")
     return [*command, "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", *alive, host.name]
 
 
-def in_shell(script: str) -> str:
+def wrap_for_shell(script: str) -> str:
     """Return the script for a host whose users may have any shell."""
     return f"exec sh -c {shlex.quote(script)}"
 
@@ -193,7 +193,7 @@ def ask(hosts: Sequence[Host], prepared: str) -> list[HostAnswer]:
         RequestError: a host is not known, here or, if it is the first, on another one.
         MachineError: one cannot be reached, lacks the directory or Trainwright, or has another time.
     """
-    answers = answers_of(hosts, prepared, hosts[0].address if len(hosts) > 1 else "")
+    answers = collect_answers(hosts, prepared, hosts[0].address if len(hosts) > 1 else "")
     problems = [each for each in answers if isinstance(each, TrainwrightError)]
     if problems:
         raise type(problems[0])("\n".join(str(each) for each in problems[:8]))
@@ -202,7 +202,7 @@ def ask(hosts: Sequence[Host], prepared: str) -> list[HostAnswer]:
     return answered
 
 
-def answers_of(hosts: Sequence[Host], prepared: str, meeting: str = "") -> list[HostAnswer | TrainwrightError]:
+def collect_answers(hosts: Sequence[Host], prepared: str, meeting: str = "") -> list[HostAnswer | TrainwrightError]:
     """Return the answer of each host, or why there is none.
 
     Args:
@@ -232,7 +232,7 @@ def _probe(host: Host, prepared: str, meeting: str) -> HostAnswer | TrainwrightE
     began = time.time()
     try:
         probe = subprocess.run(
-            [*ssh(host), in_shell(script)],
+            [*build_ssh_command(host), wrap_for_shell(script)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -243,7 +243,7 @@ def _probe(host: Host, prepared: str, meeting: str) -> HostAnswer | TrainwrightE
     except subprocess.TimeoutExpired:
         return MachineError(f"{host.name}: no answer over ssh within {_PROBE_SECONDS} s")
     if probe.returncode:
-        return _problem(host, probe)
+        return _build_ssh_error(host, probe)
     clock, port, unknown = json.loads(probe.stdout.splitlines()[-1])
     if unknown:
         return RequestError(
@@ -253,7 +253,7 @@ def _probe(host: Host, prepared: str, meeting: str) -> HostAnswer | TrainwrightE
     return HostAnswer(clock - (began + time.time()) / 2, port)
 
 
-def _problem(host: Host, probe: subprocess.CompletedProcess[str]) -> TrainwrightError:
+def _build_ssh_error(host: Host, probe: subprocess.CompletedProcess[str]) -> TrainwrightError:
     message = (probe.stderr.strip().splitlines() or ["no message"])[-1]
     if probe.returncode == _NO_DIRECTORY:
         return MachineError(
@@ -298,9 +298,9 @@ echo {told}$code >&2
 exit $code"""
 
 
-def exports() -> str:
+def format_exports() -> str:
     """Return shell commands that set the variables of this process that decide how a run computes."""
-    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in captured(os.environ).items())
+    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in capture_variables(os.environ).items())
 
 
 @dataclass(frozen=True)
@@ -345,12 +345,12 @@ class _Remote:
 
     def __init__(self, host: Host, command: Sequence[str], logs: Path) -> None:
         self.host, self._command, self._logs = host, command, logs
-        script = f"cd {shlex.quote(os.getcwd())} || exit 3\n{exports()}\n"
+        script = f"cd {shlex.quote(os.getcwd())} || exit 3\n{format_exports()}\n"
         marker = f"trainwright-{secrets.token_hex(8)}-ended-with-"
         self._told, self._ended = marker.encode(), False
         script += _SUPERVISED.format(command=shlex.join(command), told=marker)
         self.process = subprocess.Popen(
-            [*ssh(host), in_shell(script)],
+            [*build_ssh_command(host), wrap_for_shell(script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -361,7 +361,7 @@ class _Remote:
         self._threads = [threading.Thread(target=self._gather, args=pipe, daemon=True) for pipe in pipes]
         self.prefix = ""
 
-    def restarted(self) -> _Remote:
+    def start_again(self) -> _Remote:
         """Return the command, started once more."""
         self.hang_up()
         return _Remote(self.host, self._command, self._logs)
@@ -409,7 +409,7 @@ class _Remote:
 
         def show(line: bytes) -> None:
             if shown is not None:  # it was not closed before the command began
-                shown.write(encodable(self.prefix + line.decode(errors="replace"), shown))
+                shown.write(replace_unencodable(self.prefix + line.decode(errors="replace"), shown))
                 shown.flush()
 
         targets: list[tuple[str, Callable[[bytes], object]]] = [("output", show), (self._log.name, self._log.write)]
@@ -473,7 +473,7 @@ class _Group:
                 say(f"{each.host.name}: {each.lost}; it is tried again while the others go on", file=sys.stderr)
             if now >= self._missing.setdefault(i, now + _AGAIN_SECONDS):
                 self._missing[i] = now + _AGAIN_SECONDS
-                self._remotes[i] = each.restarted()
+                self._remotes[i] = each.start_again()
                 self._begin(i)
 
     def _ended(self) -> HostsResult:
@@ -491,7 +491,7 @@ class _Group:
         codes = [each.process.returncode for each in self._remotes if each.host not in lost]
         if stopped and lost and codes and {*codes} <= {0, EXIT_STOPPED}:
             return HostsResult(EXIT_STOPPED, lost, stopped)
-        return HostsResult(exit_code([*codes, *(EXIT_FAULT for _ in lost)]), lost, stopped)
+        return HostsResult(choose_exit_code([*codes, *(EXIT_FAULT for _ in lost)]), lost, stopped)
 
     def end(self) -> None:
         """End all connections."""
@@ -503,7 +503,7 @@ class _Group:
             each.send(name)
 
 
-def exit_code(codes: Sequence[int]) -> int:
+def choose_exit_code(codes: Sequence[int]) -> int:
     """Return the exit code of a run from those of its hosts: a cause comes before what follows from it.
 
     A request or a failure that would occur again is the cause; a lost machine is what the other hosts see of one.
@@ -544,7 +544,7 @@ class HostRestarts:
         if isinstance(decision, Failure):
             raise FaultError(decision.message)
         for _ in range(_RESTART_TRIES):
-            answers = dict(zip(hosts, answers_of(hosts, exports()), strict=True))
+            answers = dict(zip(hosts, collect_answers(hosts, format_exports()), strict=True))
             there = [host for host, answer in answers.items() if isinstance(answer, HostAnswer)]
             if len(there) == len(hosts) or (there and self._may_lose):
                 say(decision.line(), file=sys.stderr)
@@ -556,5 +556,6 @@ class HostRestarts:
             time.sleep(_RESTART_TRY_SECONDS)
         missing = "; ".join(str(answer) for answer in answers.values() if not isinstance(answer, HostAnswer))
         raise FaultError(
-            f"{lost_hosts}\nnot restarted: {missing}; resume the run on other hosts with --resume {quoted(self._run)}"
+            f"{lost_hosts}\nnot restarted: {missing}; resume the run on other hosts with --resume "
+            f"{quote_word(self._run)}"
         )

@@ -16,13 +16,13 @@ import yaml
 from pydantic import Field, ValidationError
 
 from trainwright.errors import RequestError
-from trainwright.machine.describe import Written, machine_of, names_file, nodes_like
+from trainwright.machine.describe import Written, is_file_name, repeat_node, resolve_machine
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.fields import Text
 from trainwright.recipe.sections.parallel import JobSection
 from trainwright.run import run_directory
-from trainwright.utils.paths import user_path
+from trainwright.utils.paths import expand_user_path
 
 ELEMENT = "{element}"
 _DIRECTORY = "logging.run_directory="
@@ -59,7 +59,9 @@ class Job:
         return re.sub(r"[^\w.+-]", "-", self.run.name, flags=re.ASCII)
 
 
-def job_of(recipe: Path, overrides: Sequence[str], options: Mapping[str, Any], to: str | None, name: str | None) -> Job:
+def build_job(
+    recipe: Path, overrides: Sequence[str], options: Mapping[str, Any], to: str | None, name: str | None
+) -> Job:
     """Return the job that trains a recipe.
 
     Args:
@@ -74,12 +76,14 @@ def job_of(recipe: Path, overrides: Sequence[str], options: Mapping[str, Any], t
     if name is not None:
         check_name(name)
     plain = load_recipe(recipe, [each for each in overrides if ELEMENT not in each])
-    settings = settings_of(plain, options, to)
+    settings = resolve_settings(plain, options, to)
     if settings.array is None and len(overrides) != sum(ELEMENT not in each for each in overrides):
         raise RequestError(f"{ELEMENT} in an override is the index in an array; pass --array, such as --array 0-9")
     directory_key = plain.logging.run_directory
-    _check_directory(directory_key, load_recipe(recipe, _first(overrides, settings.array)).logging.run_directory, name)
-    run = run_directory.own_directory(directory_key, name or run_directory.stem_of(recipe)).absolute()
+    _check_directory(
+        directory_key, load_recipe(recipe, _fill_first_element(overrides, settings.array)).logging.run_directory, name
+    )
+    run = run_directory.choose_own_directory(directory_key, name or run_directory.choose_stem(recipe)).absolute()
     remaining = tuple(each for each in overrides if not each.startswith(_DIRECTORY))
     job = Job(run, recipe.absolute(), remaining, settings)
     if settings.array is None:
@@ -87,9 +91,9 @@ def job_of(recipe: Path, overrides: Sequence[str], options: Mapping[str, Any], t
     return job
 
 
-def first_overrides(job: Job) -> list[str]:
+def select_first_overrides(job: Job) -> list[str]:
     """Return the overrides of the run; of an array, of the run of its first element."""
-    return _first(job.overrides, job.settings.array)
+    return _fill_first_element(job.overrides, job.settings.array)
 
 
 def check_name(name: str) -> None:
@@ -119,7 +123,7 @@ def _check_directory(directory_key: str, of_first: str, name: str | None) -> Non
         )
 
 
-def _first(overrides: Sequence[str], array: str | None) -> list[str]:
+def _fill_first_element(overrides: Sequence[str], array: str | None) -> list[str]:
     if array is None:
         return list(overrides)
     first = re.split(r"[-,%:]", array, maxsplit=1)[0]
@@ -140,7 +144,7 @@ _SECRET = re.compile(r"(^|_)(AUTH|CREDENTIALS?|KEY|PASS|PASSWD|PASSWORD|PAT|SECR
 _LOGIN = re.compile(r"://[^/\s]*@")  # the user and the password in a URL
 
 
-def captured(variables: Mapping[str, str]) -> dict[str, str]:
+def capture_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables whose values decide how a run computes and where it finds its files, without secrets."""
     return {
         name: value
@@ -152,7 +156,7 @@ def captured(variables: Mapping[str, str]) -> dict[str, str]:
 GRACE = "TRAINWRIGHT_GRACE_SECONDS"
 
 
-def stop_warning(needed: float) -> str | None:
+def check_stop_time(needed: float) -> str | None:
     """Return a warning if the variable GRACE gives this process less time than a stop needs; otherwise None.
 
     Args:
@@ -228,22 +232,22 @@ class ClusterSettings(JobSection):
         if self.machine is None:
             return None
         nodes = self.nodes or 1
-        match = None if names_file(self.machine) else _CARD.fullmatch(self.machine)
+        match = None if is_file_name(self.machine) else _CARD.fullmatch(self.machine)
         if match is not None:
             node = f"{self.gpus_per_node}x{match[1]}"
-            return machine_of(f"{nodes}x{node}" if nodes > 1 else node)
-        described, calibration, measurement = machine_of(self.machine)
+            return resolve_machine(f"{nodes}x{node}" if nodes > 1 else node)
+        described, calibration, measurement = resolve_machine(self.machine)
         gpus = None if described.device == "cpu" else self.gpus_per_node
-        return nodes_like(described, nodes, gpus or described.devices_per_node), calibration, measurement
+        return repeat_node(described, nodes, gpus or described.devices_per_node), calibration, measurement
 
 
-def clusters_file() -> Path:
+def locate_clusters_file() -> Path:
     """Return the file with the user's clusters."""
     base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return user_path(base) / "trainwright" / _FILE
+    return expand_user_path(base) / "trainwright" / _FILE
 
 
-def settings_of(recipe: RecipeSchema, options: Mapping[str, Any], to: str | None) -> ClusterSettings:
+def resolve_settings(recipe: RecipeSchema, options: Mapping[str, Any], to: str | None) -> ClusterSettings:
     """Return the job's settings.
 
     Args:
@@ -259,17 +263,17 @@ def settings_of(recipe: RecipeSchema, options: Mapping[str, Any], to: str | None
     if name is None:
         raise RequestError("--to: where to submit to is missing; pass --to slurm, or set launch.to in the recipe")
     options_set = {key: value for key, value in options.items() if value is not None}
-    defaults = _cluster(name).model_dump(exclude_none=True)
+    defaults = _read_cluster(name).model_dump(exclude_none=True)
     try:
         settings = ClusterSettings.model_validate({**defaults, **launch, **options_set})
     except ValidationError as error:  # the recipe and the file are valid
-        raise RequestError("\n".join(_problems(error, _option))) from None
-    for key in _unused(settings):
+        raise RequestError("\n".join(_describe_problems(error, _format_option))) from None
+    for key in _list_unused(settings):
         why = f"{settings.scheduler} has no such setting"
         if key in _STARTS_AGAIN:
             why = f"a job of {settings.scheduler} starts its run again by itself"
-        location = _option(key) if key in options_set else f"launch.{key}"
-        raise RequestError(f"{location}: is for {_names(key)}, and {why}; remove it")
+        location = _format_option(key) if key in options_set else f"launch.{key}"
+        raise RequestError(f"{location}: is for {_format_schedulers(key)}, and {why}; remove it")
     if (settings.jobs or 1) > 1 and (settings.until_done or settings.array):
         other = (
             "--until-done, with which one job is requeued" if settings.until_done else "--array, whose runs are many"
@@ -277,14 +281,14 @@ def settings_of(recipe: RecipeSchema, options: Mapping[str, Any], to: str | None
         raise RequestError(f"--jobs: several jobs of one run are not for {other}; leave one of the two out")
     if settings.machine is None:
         return settings
-    gpus = _gpus_of(settings.machine)
+    gpus = _count_gpus(settings.machine)
     return settings.model_copy(update={"gpus_per_node": settings.gpus_per_node or gpus})
 
 
-def _gpus_of(machine: str) -> int | None:
+def _count_gpus(machine: str) -> int | None:
     """Return the number of GPUs of a node; None if it has none."""
     try:
-        node, _, _ = machine_of(machine)
+        node, _, _ = resolve_machine(machine)
     except RequestError as error:
         raise RequestError(f"machine: {error}") from None
     if node.nodes > 1:
@@ -295,20 +299,20 @@ def _gpus_of(machine: str) -> int | None:
     return None if node.device == "cpu" else node.devices_per_node
 
 
-def _option(key: str) -> str:
+def _format_option(key: str) -> str:
     return "--" + key.replace("_", "-")
 
 
-def _unused(settings: ClusterSettings) -> list[str]:
+def _list_unused(settings: ClusterSettings) -> list[str]:
     return [key for key, users in _USED_BY.items() if getattr(settings, key) and settings.scheduler not in users]
 
 
-def _names(key: str) -> str:
+def _format_schedulers(key: str) -> str:
     return " and ".join(_USED_BY[key])
 
 
-def _cluster(name: str) -> ClusterSettings:
-    file = clusters_file()
+def _read_cluster(name: str) -> ClusterSettings:
+    file = locate_clusters_file()
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -324,19 +328,19 @@ def _cluster(name: str) -> ClusterSettings:
     try:
         cluster = ClusterSettings.model_validate(clusters[name] or {})
     except ValidationError as error:
-        raise RequestError("\n".join(_problems(error, lambda key: f"{file}: {name}.{key}"))) from None
-    for key in _unused(cluster):
+        raise RequestError("\n".join(_describe_problems(error, lambda key: f"{file}: {name}.{key}"))) from None
+    for key in _list_unused(cluster):
         users = " or ".join(f"`scheduler: {each}`" for each in _USED_BY[key])
         raise RequestError(f"{file}: {name}.{key} is for {users}; remove it, or set the scheduler")
     return cluster
 
 
-def _problems(error: ValidationError, location: Any) -> list[str]:
+def _describe_problems(error: ValidationError, location: Any) -> list[str]:
     details = error.errors(include_url=False)
-    return [f"{location('.'.join(map(str, each['loc'])))}: expected {_expected(each)}" for each in details]
+    return [f"{location('.'.join(map(str, each['loc'])))}: expected {_describe_expected(each)}" for each in details]
 
 
-def _expected(detail: Any) -> str:
+def _describe_expected(detail: Any) -> str:
     if detail["type"] == "extra_forbidden":
         return f"one of {', '.join(ClusterSettings.model_fields)}"
     return f"{detail['msg']}, not {detail['input']!r}"

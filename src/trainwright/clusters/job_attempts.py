@@ -21,10 +21,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from trainwright.engine.checkpoints.manifest import checkpoints_in
+from trainwright.engine.checkpoints.manifest import list_checkpoints
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, MachineError, RequestError
-from trainwright.machine.usage import process_age
-from trainwright.run.program import started
+from trainwright.machine.usage import measure_process_age
+from trainwright.run.program import start_program
 from trainwright.run.shutdown.requests import forget_stops, stop_was_requested
 from trainwright.run.shutdown.stop import STARTS_AGAIN, STOP_SIGNALS
 from trainwright.utils.paths import write_file
@@ -43,7 +43,7 @@ def may_continue(code: int) -> bool:
     return code in (EXIT_STOPPED, EXIT_FAULT) or code > _SIGNAL
 
 
-def failures_in_a_row(run: Path, file: Path, count_in: str | None = None) -> int:
+def count_failures(run: Path, file: Path, count_in: str | None = None) -> int:
     """Return how often the run has now ended without a checkpoint that it did not have the time before; 0 after one.
 
     The count is kept in ``file``. Raises RequestError if it cannot be written.
@@ -52,9 +52,9 @@ def failures_in_a_row(run: Path, file: Path, count_in: str | None = None) -> int
         count_in: a place of the run's copies, where the count is kept too: the next time may be on another machine.
     """
     if count_in is not None:
-        with _remote_store(count_in, run) as store:
+        with _open_remote_store(count_in, run) as store:
             _take(store.read_attempts(), file)
-    newest = max(checkpoints_in(run / "checkpoints"), default=0)
+    newest = max(list_checkpoints(run / "checkpoints"), default=0)
     try:
         before = json.loads(file.read_text(encoding="utf-8"))
         step, failures = int(before["step"]), int(before["failures"])
@@ -67,7 +67,7 @@ def failures_in_a_row(run: Path, file: Path, count_in: str | None = None) -> int
     except OSError as error:  # without a count there is no bound
         raise RequestError(f"{file} cannot be written: {error.strerror}") from None
     if count_in is not None:
-        with _remote_store(count_in, run) as store:
+        with _open_remote_store(count_in, run) as store:
             store.write_attempts(file.read_text(encoding="utf-8"))
     return failures
 
@@ -79,7 +79,7 @@ def _take(text: str | None, file: Path) -> None:
 
 
 @contextmanager
-def _remote_store(where: str, run: Path) -> Iterator[RemoteStore]:
+def _open_remote_store(where: str, run: Path) -> Iterator[RemoteStore]:
     """Yield the place of the run's copies. If it cannot be used, the count is that of this machine."""
     from trainwright.engine.checkpoints.remote_store import RemoteStore, name_in_stores
 
@@ -108,28 +108,28 @@ def main() -> None:
     options = parser.parse_args()
     restarts = os.environ.get(RESTARTS)
     if restarts == "0" and options.node_rank == 0:  # of an earlier job
-        forget_stops(options.run, process_age())
+        forget_stops(options.run, measure_process_age())
     if restarts not in (None, "", "0") and stop_was_requested(options.run):
         say(f"{options.run} was asked to stop, and is not started again", file=sys.stderr)
         sys.exit(EXIT_FINISHED)
-    code = ending(options.run, options.node_rank, _trained(options.words), options.count_in)
+    code = choose_exit_code(options.run, options.node_rank, _run_training(options.words), options.count_in)
     sys.exit(code + options.add if may_continue(code) else code)
 
 
-def ending(run: Path, node_rank: int, code: int, count_in: str | None = None) -> int:
+def choose_exit_code(run: Path, node_rank: int, code: int, count_in: str | None = None) -> int:
     """Return the exit code of an attempt at a run that has ended with ``code`` on a node.
 
     Args:
         count_in: the place of the run's copies, where attempts are counted too, as the next may be on another machine.
     """
-    if code == EXIT_STOPPED and stop_was_requested(run, within=process_age()):
+    if code == EXIT_STOPPED and stop_was_requested(run, within=measure_process_age()):
         return EXIT_FINISHED
     if not may_continue(code):
         return code
     code = code if code == EXIT_STOPPED else EXIT_FAULT
     try:
         # All nodes end together, so each counts the same.
-        if failures_in_a_row(run, run / f".attempts-node-{node_rank}.json", count_in) <= MOST_FAILURES:
+        if count_failures(run, run / f".attempts-node-{node_rank}.json", count_in) <= MOST_FAILURES:
             return code
         say(f"not again: {MOST_FAILURES} times in a row there was no new checkpoint of {run}", file=sys.stderr)
     except RequestError as error:
@@ -137,12 +137,12 @@ def ending(run: Path, node_rank: int, code: int, count_in: str | None = None) ->
     return EXIT_TRAINING
 
 
-def variables_of_node(variables: Mapping[str, str]) -> dict[str, str]:
+def remove_process_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Return variables without those that an operator sets for the processes of a node."""
     return {name: value for name, value in variables.items() if not _OF_WORKERS.fullmatch(name)}
 
 
-def _trained(words: Sequence[str]) -> int:
+def _run_training(words: Sequence[str]) -> int:
     """Run ``trainwright train`` to its end, and pass stop signals on; return its exit code.
 
     If this process is killed, the run stops after a checkpoint.
@@ -159,7 +159,7 @@ def _trained(words: Sequence[str]) -> int:
     for each in STOP_SIGNALS:
         signal.signal(each, pass_on)
     command = [sys.executable, "-P", "-m", "trainwright", "train", *words]
-    child = started(command, env={**variables_of_node(os.environ), STARTS_AGAIN: "1"})
+    child = start_program(command, env={**remove_process_variables(os.environ), STARTS_AGAIN: "1"})
     for number in received:
         child.send_signal(number)
     code = child.wait()

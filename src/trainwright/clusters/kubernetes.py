@@ -16,8 +16,8 @@ from trainwright.clusters.job import GRACE, Job
 from trainwright.clusters.job_attempts import MODULE, RESTARTS
 from trainwright.errors import EXIT_MACHINE, EXIT_REQUEST, EXIT_TRAINING, RequestError
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.sections.parallel import ProcessRange, job_seconds
-from trainwright.run.run_directory import override_of
+from trainwright.recipe.sections.parallel import ProcessRange, parse_job_seconds
+from trainwright.run.run_directory import format_directory_override
 
 _WOULD_FAIL_AGAIN = (EXIT_REQUEST, EXIT_MACHINE, EXIT_TRAINING)
 _MOST_RESTARTS = 100
@@ -41,7 +41,7 @@ _PYTORCHJOB_CONTAINER = "pytorch"
 _RETRIED = 128  # by PyTorchJobs, from this exit code on
 
 
-def text(job: Job) -> str:
+def format_job(job: Job) -> str:
     """Return the manifest of a job. Raises RequestError for settings that the pods cannot have."""
     _check(job)
     objects = _OBJECTS[job.settings.manifest or "jobset"](job)
@@ -56,17 +56,17 @@ class _Plain(yaml.SafeDumper):
         return True
 
 
-def _jobset(job: Job) -> dict[str, Any]:
+def _build_jobset(job: Job) -> dict[str, Any]:
     """Return the JobSet of a job."""
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": _metadata(job),
-        "spec": _jobset_spec(job, container="train"),
+        "metadata": _build_metadata(job),
+        "spec": _build_jobset_spec(job, container="train"),
     }
 
 
-def _jobset_spec(
+def _build_jobset_spec(
     job: Job, *, container: str, job_labels: dict[str, str] | None = None, limited: bool = True
 ) -> dict[str, Any]:
     """Return the specification of a JobSet.
@@ -77,7 +77,7 @@ def _jobset_spec(
         limited: whether it has the job's time limit itself.
     """
     nodes = job.settings.nodes or 1
-    first = f"{_name_of(job)}-{_PODS}-0-0.{_name_of(job)}"  # the host name that JobSet gives the first pod
+    first = f"{_format_name(job)}-{_PODS}-0-0.{_format_name(job)}"  # the host name that JobSet gives the first pod
     fails = {"containerName": container, "operator": "In", "values": list(_WOULD_FAIL_AGAIN)}
     spec: dict[str, Any] = {
         "parallelism": nodes,
@@ -86,12 +86,12 @@ def _jobset_spec(
         "backoffLimit": 0,
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": fails}]},
         "template": {
-            "metadata": {"labels": _labels(job)},
-            "spec": _pod(job, container=container, first=first, rank=_COMPLETION_INDEX, env=(_RESTART_ATTEMPT,)),
+            "metadata": {"labels": _build_labels(job)},
+            "spec": _build_pod(job, container=container, first=first, rank=_COMPLETION_INDEX, env=(_RESTART_ATTEMPT,)),
         },
     }
     if limited and job.settings.time is not None:
-        spec["activeDeadlineSeconds"] = job_seconds(job.settings.time)
+        spec["activeDeadlineSeconds"] = parse_job_seconds(job.settings.time)
     template = {"metadata": {"labels": job_labels}, "spec": spec} if job_labels else {"spec": spec}
     return {
         # Whatever else ends a pod (75, 5, a lost node) starts all of them again, and they resume the run.
@@ -109,47 +109,47 @@ def _jobset_spec(
     }
 
 
-def _trainjob(job: Job) -> list[dict[str, Any]]:
+def _build_trainjob(job: Job) -> list[dict[str, Any]]:
     """Return the TrainingRuntime and the TrainJob of a job."""
     nodes = job.settings.nodes or 1
     spec: dict[str, Any] = {
-        "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": _name_of(job)},
+        "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": _format_name(job)},
         "trainer": {"numNodes": nodes},
     }
     if job.settings.time is not None:
-        spec["activeDeadlineSeconds"] = job_seconds(job.settings.time)
-    template = _jobset_spec(job, container=_TRAINJOB_CONTAINER, job_labels=_TRAINJOB_LABELS, limited=False)
+        spec["activeDeadlineSeconds"] = parse_job_seconds(job.settings.time)
+    template = _build_jobset_spec(job, container=_TRAINJOB_CONTAINER, job_labels=_TRAINJOB_LABELS, limited=False)
     runtime = {"mlPolicy": {"numNodes": nodes}, "template": {"spec": template}}
     return [
-        {"apiVersion": _TRAINER_VERSION, "kind": "TrainingRuntime", "metadata": _metadata(job), "spec": runtime},
-        {"apiVersion": _TRAINER_VERSION, "kind": "TrainJob", "metadata": _metadata(job), "spec": spec},
+        {"apiVersion": _TRAINER_VERSION, "kind": "TrainingRuntime", "metadata": _build_metadata(job), "spec": runtime},
+        {"apiVersion": _TRAINER_VERSION, "kind": "TrainJob", "metadata": _build_metadata(job), "spec": spec},
     ]
 
 
-def _pytorchjob(job: Job) -> dict[str, Any]:
+def _build_pytorchjob(job: Job) -> dict[str, Any]:
     """Return the PyTorchJob of a job: its master is the first node, its workers are the others."""
     nodes = job.settings.nodes or 1
     policy: dict[str, Any] = {"backoffLimit": _MOST_RESTARTS, "cleanPodPolicy": "Running"}
     if job.settings.time is not None:
-        policy["activeDeadlineSeconds"] = job_seconds(job.settings.time)
-    replicas = {"Master": _replicas(job, 1)} | ({"Worker": _replicas(job, nodes - 1)} if nodes > 1 else {})
+        policy["activeDeadlineSeconds"] = parse_job_seconds(job.settings.time)
+    replicas = {"Master": _build_replicas(job, 1)} | ({"Worker": _build_replicas(job, nodes - 1)} if nodes > 1 else {})
     return {
         "apiVersion": "kubeflow.org/v1",
         "kind": "PyTorchJob",
-        "metadata": _metadata(job),
+        "metadata": _build_metadata(job),
         "spec": {"runPolicy": policy, "pytorchReplicaSpecs": replicas},
     }
 
 
-def _replicas(job: Job, count: int) -> dict[str, Any]:
-    first = f"{_name_of(job)}-master-0"
+def _build_replicas(job: Job, count: int) -> dict[str, Any]:
+    first = f"{_format_name(job)}-master-0"
     # The operator sets RANK to that of the pod. It reads restartPolicy here, and sets the pods' own.
-    spec = _pod(job, container=_PYTORCHJOB_CONTAINER, first=first, rank="$(RANK)", add=_RETRIED)
+    spec = _build_pod(job, container=_PYTORCHJOB_CONTAINER, first=first, rank="$(RANK)", add=_RETRIED)
     del spec["restartPolicy"]
     return {
         "replicas": count,
         "restartPolicy": "ExitCode",
-        "template": {"metadata": {"labels": _labels(job)}, "spec": spec},
+        "template": {"metadata": {"labels": _build_labels(job)}, "spec": spec},
     }
 
 
@@ -168,23 +168,23 @@ def _check(job: Job) -> None:
             raise RequestError(f"{what}: {path} is not in {mount}, where the pods have the shared volume")
 
 
-def _name_of(job: Job) -> str:
+def _format_name(job: Job) -> str:
     """Return the name of the job's object: that of the run as Kubernetes accepts names."""
     plain = re.sub(r"[^a-z0-9]+", "-", job.run.name.lower()).strip("-")
     return ("run-" + plain if not plain[:1].isalpha() else plain)[:_NAME_LENGTH].strip("-")
 
 
-def _metadata(job: Job) -> dict[str, Any]:
+def _build_metadata(job: Job) -> dict[str, Any]:
     """Return the metadata of the job's object."""
-    return {"name": _name_of(job), "labels": _labels(job), "annotations": {"trainwright/run": str(job.run)}}
+    return {"name": _format_name(job), "labels": _build_labels(job), "annotations": {"trainwright/run": str(job.run)}}
 
 
-def _labels(job: Job) -> dict[str, str]:
+def _build_labels(job: Job) -> dict[str, str]:
     """Return the labels of the job's objects and pods."""
-    return {"app.kubernetes.io/name": "trainwright", "app.kubernetes.io/instance": _name_of(job)}
+    return {"app.kubernetes.io/name": "trainwright", "app.kubernetes.io/instance": _format_name(job)}
 
 
-def _pod(
+def _build_pod(
     job: Job, *, container: str, first: str, rank: str, add: int = 0, env: tuple[dict[str, Any], ...] = ()
 ) -> dict[str, Any]:
     """Return the specification of a pod.
@@ -197,7 +197,7 @@ def _pod(
         env: further variables.
     """
     settings = job.settings
-    grace = _GRACE_SECONDS if settings.grace is None else job_seconds(settings.grace)
+    grace = _GRACE_SECONDS if settings.grace is None else parse_job_seconds(settings.grace)
     needs = {"cpu": settings.cpus_per_node, "nvidia.com/gpu": settings.gpus_per_node}
     mounts = {_SHARED: str(settings.mount), _MEMORY: "/dev/shm"}
     spec: dict[str, Any] = {
@@ -209,7 +209,7 @@ def _pod(
                 "name": container,
                 "image": settings.image,
                 "command": ["python", "-P", "-m", MODULE],
-                "args": _arguments(job, first, rank, add),
+                "args": _build_arguments(job, first, rank, add),
                 "env": [{"name": GRACE, "value": str(grace)}, *env],
                 "workingDir": os.getcwd(),
                 "resources": {"limits": {key: str(count) for key, count in needs.items() if count is not None}},
@@ -228,21 +228,25 @@ def _pod(
     return spec
 
 
-def _arguments(job: Job, first: str, rank: str, add: int) -> list[str]:
+def _build_arguments(job: Job, first: str, rank: str, add: int) -> list[str]:
     nodes = job.settings.nodes or 1
-    words = [str(job.recipe), *job.overrides, override_of(job.run), "--resume", "auto"]
+    words = [str(job.recipe), *job.overrides, format_directory_override(job.run), "--resume", "auto"]
     rank_options = ["--node-rank", rank] if nodes > 1 else []
-    words = [_literal(word) for word in words]
+    words = [_escape_word(word) for word in words]
     if nodes > 1:
         words += ["--nodes", str(nodes), *rank_options, "--rendezvous", f"{first}:{_PORT}"]
         # With a range of processes the run begins without the pods that have not come by then.
         if not isinstance(load_recipe(job.recipe, job.overrides).parallel.num_processes, ProcessRange):
             words.append(f"--rendezvous-timeout={_RENDEZVOUS_SECONDS}")
-    return [_literal(str(job.run)), *rank_options, *(["--add", str(add)] if add else []), "--", *words]
+    return [_escape_word(str(job.run)), *rank_options, *(["--add", str(add)] if add else []), "--", *words]
 
 
-def _literal(word: str) -> str:
+def _escape_word(word: str) -> str:
     return word.replace("$", "$$")  # Kubernetes replaces $(NAME), and $$ by $
 
 
-_OBJECTS = {"jobset": lambda job: [_jobset(job)], "trainjob": _trainjob, "pytorchjob": lambda job: [_pytorchjob(job)]}
+_OBJECTS = {
+    "jobset": lambda job: [_build_jobset(job)],
+    "trainjob": _build_trainjob,
+    "pytorchjob": lambda job: [_build_pytorchjob(job)],
+}

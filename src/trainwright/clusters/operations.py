@@ -14,11 +14,11 @@ from shutil import which
 from typing import TYPE_CHECKING
 
 from trainwright.errors import EXIT_FAULT, EXIT_REQUEST, Interrupted, RequestError, Stopped
-from trainwright.machine.usage import process_age
+from trainwright.machine.usage import measure_process_age
 from trainwright.run.shutdown.requests import stop_was_requested
 from trainwright.run.shutdown.stop import STARTS_AGAIN
 from trainwright.utils import text
-from trainwright.utils.text import quoted, say
+from trainwright.utils.text import quote_word, say
 
 if TYPE_CHECKING:
     from trainwright.clusters.hosts import Host
@@ -47,17 +47,17 @@ def train_on_hosts(training: TrainingRequest, hosts: str | None, hostfile: Path 
         FaultError: a host was lost, and the run cannot go on with those that are left.
         Stopped: a stop was requested after a host was lost, before the run was started again.
     """
-    from trainwright.clusters.hosts import ask, exports, processes_of, run_on
+    from trainwright.clusters.hosts import ask, format_exports, run_on, sum_processes
     from trainwright.recipe.sections.parallel import ProcessRange
     from trainwright.run import run_directory
     from trainwright.run.process import ignore_closed_output
-    from trainwright.run.request import request_of
+    from trainwright.run.request import build_request
 
-    host_list = _hosts_of(hosts, hostfile, training.nodes, training.node_rank, training.rendezvous)
-    request = request_of(
+    host_list = _read_hosts(hosts, hostfile, training.nodes, training.node_rank, training.rendezvous)
+    request = build_request(
         training.recipe, list(training.overrides), training.resume
     )  # a wrong recipe is told once, and here
-    written, slots = request.recipe.parallel.num_processes, processes_of(host_list)
+    written, slots = request.recipe.parallel.num_processes, sum_processes(host_list)
     may_lose = isinstance(written, ProcessRange) and training.num_processes is None
     if isinstance(written, ProcessRange) and may_lose and slots not in (None, written.max):
         raise RequestError(
@@ -65,7 +65,7 @@ def train_on_hosts(training: TrainingRequest, hosts: str | None, hostfile: Path 
             "remove the slots"
         )
     count = None if may_lose else training.num_processes or slots
-    answers = ask(host_list, exports())
+    answers = ask(host_list, format_exports())
     run = request.run
     if run is None:
         run = run_directory.create(request.recipe.logging.run_directory, request.stem, in_place=request.in_place)
@@ -73,7 +73,7 @@ def train_on_hosts(training: TrainingRequest, hosts: str | None, hostfile: Path 
     logs.mkdir(exist_ok=True)
     say(f"{run}: on {', '.join(host.name for host in host_list)}; logs: {logs}/host-*.log", file=sys.stderr)
     common = [
-        *_words(training, run, has_started=request.run is not None),
+        *_build_command(training, run, has_started=request.run is not None),
         *([f"--num-processes={count}"] if count else []),
     ]
     ignore_closed_output()
@@ -81,11 +81,11 @@ def train_on_hosts(training: TrainingRequest, hosts: str | None, hostfile: Path 
     while True:
         ended = run_on(
             host_list,
-            [[*common, *_node_options(host_list, i, port)] for i in range(len(host_list))],
+            [[*common, *_build_node_options(host_list, i, port)] for i in range(len(host_list))],
             logs,
             may_lose=may_lose,
         )
-        stopped = ended.stopped or stop_was_requested(run, within=process_age())
+        stopped = ended.stopped or stop_was_requested(run, within=measure_process_age())
         if ended.code != EXIT_FAULT or stopped or not ended.lost or (may_lose and host_list[0] not in ended.lost):
             break
         from trainwright.clusters.hosts import HostRestarts  # imports torch
@@ -94,8 +94,8 @@ def train_on_hosts(training: TrainingRequest, hosts: str | None, hostfile: Path 
         try:
             host_list, port = restarts.decide(host_list, ended.lost)
         except Interrupted:
-            raise Stopped(f"stopped while no host trained; continue with --resume {quoted(run)}") from None
-        if stop_was_requested(run, within=process_age()):  # meanwhile
+            raise Stopped(f"stopped while no host trained; continue with --resume {quote_word(run)}") from None
+        if stop_was_requested(run, within=measure_process_age()):  # meanwhile
             break
         if may_lose and training.rendezvous_timeout is None:
             common = [*common, f"--rendezvous-timeout={_RENDEZVOUS_SECONDS}"]
@@ -126,27 +126,27 @@ def launch_on_hosts(
         RequestError: the request is wrong or a host unknown; nothing is started.
         MachineError: a host cannot take part; nothing is started.
     """
-    from trainwright.clusters.hosts import ask, exports, processes_of, run_on
+    from trainwright.clusters.hosts import ask, format_exports, run_on, sum_processes
     from trainwright.compatibility.script_run import check_script, make_logs
     from trainwright.run.process import ignore_closed_output
 
     script, module, arguments = own
-    host_list = _hosts_of(hosts, hostfile, node_options.nodes, node_options.node_rank, node_options.rendezvous)
+    host_list = _read_hosts(hosts, hostfile, node_options.nodes, node_options.node_rank, node_options.rendezvous)
     check_script(script, module)
-    port = ask(host_list, exports())[0].port
+    port = ask(host_list, format_exports())[0].port
     directory = make_logs(script, module, logs)
     words = [sys.executable, "-P", "-m", "trainwright", "launch", *options, f"--logs={directory}"]
-    count = num_processes or processes_of(host_list)
+    count = num_processes or sum_processes(host_list)
     words += [f"--num-processes={count}"] if count else []
     words += [f"--rendezvous-timeout={node_options.seconds}"] if node_options.seconds and len(host_list) > 1 else []
     ignore_closed_output()
     rest = [*(["--module"] if module else []), "--", script, *arguments]
     return run_on(
-        host_list, [[*words, *_node_options(host_list, i, port), *rest] for i in range(len(host_list))], directory
+        host_list, [[*words, *_build_node_options(host_list, i, port), *rest] for i in range(len(host_list))], directory
     ).code
 
 
-def _hosts_of(
+def _read_hosts(
     hosts: str | None, hostfile: Path | None, nodes: int | None, node_rank: int | None, rendezvous: str | None
 ) -> list[Host]:
     """Return the hosts of ``--hosts`` or ``--hostfile``. Raises RequestError, also for options that these set."""
@@ -168,15 +168,15 @@ def _hosts_of(
     return host_list
 
 
-def _words(training: TrainingRequest, run: Path, *, has_started: bool) -> list[str]:
+def _build_command(training: TrainingRequest, run: Path, *, has_started: bool) -> list[str]:
     """Return the command of every host, without what differs: it begins or resumes the run in its directory."""
-    from trainwright.run.run_directory import override_of
+    from trainwright.run.run_directory import format_directory_override
 
     key = "logging.run_directory="
     words = ["env", f"{STARTS_AGAIN}=1", sys.executable, "-P", "-m", "trainwright", "train"]
     words += [str(training.recipe)] if training.recipe is not None else []
     words += [each for each in training.overrides if not each.startswith(key)]
-    words += [f"--resume={run}"] if has_started else ["--resume=auto", override_of(run)]
+    words += [f"--resume={run}"] if has_started else ["--resume=auto", format_directory_override(run)]
     options = {
         "--rendezvous-timeout": training.rendezvous_timeout,
         "--accelerate-config": training.accelerate_config,
@@ -187,12 +187,12 @@ def _words(training: TrainingRequest, run: Path, *, has_started: bool) -> list[s
     return [*words, *(["--force"] if training.force else [])]
 
 
-def _node_options(hosts: list[Host], index: int, port: int) -> list[str]:
+def _build_node_options(hosts: list[Host], index: int, port: int) -> list[str]:
     if len(hosts) == 1:
         return []
-    from trainwright.run.group.addresses import in_words
+    from trainwright.run.group.addresses import format_address
 
-    return [f"--nodes={len(hosts)}", f"--node-rank={index}", f"--rendezvous={in_words(hosts[0].address, port)}"]
+    return [f"--nodes={len(hosts)}", f"--node-rank={index}", f"--rendezvous={format_address(hosts[0].address, port)}"]
 
 
 _FAR = 1e10  # seconds, three centuries
@@ -247,41 +247,43 @@ def jobs(*runs: str | Path) -> list[RunState]:
     """
     from trainwright.api.run import Run
 
-    queued = {job.run: job for job in sorted(_queue(), key=_order, reverse=True)}  # of several the first in order
-    all_directories = [Run(run).directory for run in runs] if runs else [*_runs_here(), *queued]
+    queued = {
+        job.run: job for job in sorted(_list_queued_jobs(), key=_compute_order, reverse=True)
+    }  # of several the first in order
+    all_directories = [Run(run).directory for run in runs] if runs else [*_list_runs(), *queued]
     directories = {directory.absolute(): directory for directory in reversed(all_directories)}
-    return [_state(shown, queued.get(directory)) for directory, shown in sorted(directories.items())]
+    return [_build_state(shown, queued.get(directory)) for directory, shown in sorted(directories.items())]
 
 
-def table(states: Sequence[RunState], width: int | None = None) -> Iterator[str]:
-    """Yield the lines of ``trainwright jobs``, see `text.table`."""
+def format_jobs(states: Sequence[RunState], width: int | None = None) -> Iterator[str]:
+    """Yield the lines of ``trainwright jobs``, see `text.format_table`."""
     head = ["RUN", "JOB", "STATE", "STEP", "GOODPUT", "EXPECTED END"]
-    yield from text.table([head, *(each.columns() for each in states)], width)
+    yield from text.format_table([head, *(each.columns() for each in states)], width)
 
 
-def _order(job: QueuedJob) -> tuple[bool, int]:
+def _compute_order(job: QueuedJob) -> tuple[bool, int]:
     """Return the place of a job among those of its run: what runs, then what waits, as submitted."""
     return job.waits, int(job.name.partition("_")[0])
 
 
-def _queue() -> list[QueuedJob]:
+def _list_queued_jobs() -> list[QueuedJob]:
     """Return the jobs in Slurm's queue; none, with a note, if it does not answer."""
-    from trainwright.clusters.slurm.scheduler import queue
+    from trainwright.clusters.slurm.scheduler import list_queued_jobs
 
     try:
-        return [] if which("squeue") is None else queue()
+        return [] if which("squeue") is None else list_queued_jobs()
     except RequestError as error:
         say(f"note: runs are shown without their jobs: {error}", file=sys.stderr)
         return []
 
 
-def _runs_here() -> list[Path]:
+def _list_runs() -> list[Path]:
     from trainwright.run.run_directory import RECIPE, RUNS
 
     return sorted(file.parent for pattern in (f"*/{RECIPE}", f"*/*/{RECIPE}") for file in RUNS.glob(pattern))
 
 
-def _state(directory: Path, job: QueuedJob | None) -> RunState:
+def _build_state(directory: Path, job: QueuedJob | None) -> RunState:
     from trainwright.observe.reports.figures import RunFigures
 
     number = None if job is None else job.name
@@ -289,23 +291,23 @@ def _state(directory: Path, job: QueuedJob | None) -> RunState:
         run = RunFigures.read(directory)
     except RequestError:  # it has not begun
         assert job is not None, "the others are runs"
-        return RunState(directory, number, _job_state(job))
-    state = run.status if job is None else _job_state(job)
+        return RunState(directory, number, _describe_job_state(job))
+    state = run.status if job is None else _describe_job_state(job)
     if not run.start:
         return RunState(directory, number, state)
     number = number or run.start.get("job")
     last = run.start.get("max_steps", 0)
     runs_now = run.trains or (job is not None and job.state == "RUNNING")
-    end = _expected_end(last, run.steps) if runs_now and run.steps else None
+    end = _estimate_end(last, run.steps) if runs_now and run.steps else None
     return RunState(directory, number, state, run.step if run.steps else None, last, run.goodput, end)
 
 
-def _job_state(job: QueuedJob) -> str:
+def _describe_job_state(job: QueuedJob) -> str:
     words = job.state.lower()
     return f"{words} ({job.reason})" if job.state == "PENDING" else words
 
 
-def _expected_end(last: int, steps: Sequence[EventRecord]) -> float | None:
+def _estimate_end(last: int, steps: Sequence[EventRecord]) -> float | None:
     remaining = max(0, last - int(steps[-1]["step"]))
     seconds = remaining * statistics.median(event["step_time"] for event in steps[-_LAST_STEPS:])
     return float(steps[-1]["time"] + seconds) if seconds < _FAR else None
@@ -352,9 +354,9 @@ class Submission:
         if self.plan is None:
             yield "not planned: the cluster's nodes are not described (machine in clusters.yaml, such as 8xH100)"
         else:
-            from trainwright.planning.output import summary
+            from trainwright.planning.output import summarize_plan
 
-            yield summary(self.plan.details)
+            yield summarize_plan(self.plan.details)
             step = self.plan.predicted.get("step_time")
             if self.seconds is not None and step:
                 yield f"about {int(self.seconds / step):,} steps fit into the {self.seconds / 3600:.3g} h of a job"
@@ -420,9 +422,9 @@ def submit(
         >>> "#SBATCH --time=4:00:00" in made.script.splitlines()
         True
     """
-    from trainwright.clusters.job import SLURM, first_overrides, job_of
+    from trainwright.clusters.job import SLURM, build_job, select_first_overrides
     from trainwright.clusters.slurm import submission
-    from trainwright.recipe.sections.parallel import job_seconds
+    from trainwright.recipe.sections.parallel import parse_job_seconds
 
     options = {
         "nodes": nodes,
@@ -436,33 +438,33 @@ def submit(
         "until_done": until_done,
         "manifest": manifest,
     }
-    job = job_of(Path(recipe), overrides, options, to, name)
+    job = build_job(Path(recipe), overrides, options, to, name)
     if job.settings.scheduler != SLURM and not dry_run:
         scheduler = job.settings.scheduler
         raise RequestError(f"--to: jobs of {scheduler} are only printed; pass --print, and {_USE[scheduler]}")
     on_slurm = job.settings.scheduler == SLURM
     cpus = job.settings.cpus_per_node
     if on_slurm:
-        job = submission.completed(job)
-    script = _text(job)
+        job = submission.complete_job(job)
+    script = _format_job(job)
     plan = None
     if (machine := job.settings.described()) is not None:
         from trainwright.planning.requests import plan as plan_for
 
-        plan = plan_for(recipe, *first_overrides(job), on=machine)
+        plan = plan_for(recipe, *select_first_overrides(job), on=machine)
         if not force:
             plan.details.refuse_shortage()
     warning = submission.stop_warning(job, plan.details) if on_slurm and plan is not None else None
     numbers: list[str] = []
     if not dry_run:
         numbers = submission.submit(job, chosen=cpus != job.settings.cpus_per_node)
-        script = _text(job)  # now that there is a directory for its log
+        script = _format_job(job)  # now that there is a directory for its log
     limit = job.settings.time
-    seconds = None if limit is None else job_seconds(limit)
+    seconds = None if limit is None else parse_job_seconds(limit)
     return Submission(next(iter(numbers), None), job.run, script, plan, seconds, warning, tuple(numbers[1:]))
 
 
-def _text(job: Job) -> str:
+def _format_job(job: Job) -> str:
     """Return the job's file."""
-    text: str = import_module(_WRITERS[job.settings.scheduler]).text(job)
+    text: str = import_module(_WRITERS[job.settings.scheduler]).format_job(job)
     return text

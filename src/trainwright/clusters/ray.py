@@ -20,8 +20,8 @@ from typing import Any
 from trainwright.clusters.job import Job
 from trainwright.clusters.job_attempts import MODULE, RESTARTS
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED
-from trainwright.run.program import started
-from trainwright.run.run_directory import override_of
+from trainwright.run.program import start_program
+from trainwright.run.run_directory import format_directory_override
 from trainwright.utils.text import say
 
 _MOST_ATTEMPTS = 100
@@ -43,7 +43,7 @@ def main() -> None:
     ray.init()
     code = EXIT_FAULT
     for attempt in range(_MOST_ATTEMPTS):
-        codes = _attempt(options, attempt)
+        codes = _train_once(options, attempt)
         code = next((each for each in codes if each not in (EXIT_FINISHED, EXIT_FAULT, EXIT_STOPPED)), max(codes))
         say(f"attempt {attempt + 1}: exit codes {', '.join(map(str, codes))}", file=sys.stderr)
         if code not in (EXIT_FAULT, EXIT_STOPPED):
@@ -52,7 +52,7 @@ def main() -> None:
     sys.exit(code)
 
 
-def _attempt(options: argparse.Namespace, attempt: int) -> list[int]:
+def _train_once(options: argparse.Namespace, attempt: int) -> list[int]:
     """Train once on all nodes; return the exit code of each."""
     import ray
     from ray.util.placement_group import placement_group, remove_placement_group
@@ -68,14 +68,14 @@ def _attempt(options: argparse.Namespace, attempt: int) -> list[int]:
 
     try:
         ray.get(group.ready())
-        first = ray.get(on(0, 0, _address).remote()) if options.nodes > 1 else None
+        first = ray.get(on(0, 0, _choose_address).remote()) if options.nodes > 1 else None
         tasks = [
             on(rank, options.gpus_per_node, _train).remote(
-                str(options.directory), command(options.run, options.words, options.nodes, rank, first), attempt
+                str(options.directory), build_command(options.run, options.words, options.nodes, rank, first), attempt
             )
             for rank in range(options.nodes)
         ]
-        return [_code_of(task) for task in tasks]
+        return [_await_exit_code(task) for task in tasks]
     except ray.exceptions.RayError as error:
         say(f"a node is lost: {error}", file=sys.stderr)
         return [EXIT_FAULT]
@@ -83,7 +83,7 @@ def _attempt(options: argparse.Namespace, attempt: int) -> list[int]:
         remove_placement_group(group)
 
 
-def _code_of(task: Any) -> int:
+def _await_exit_code(task: Any) -> int:
     import ray
 
     try:
@@ -95,14 +95,14 @@ def _code_of(task: Any) -> int:
         return EXIT_FAULT
 
 
-def command(run: Path, words: Sequence[str], nodes: int, rank: int, first: str | None) -> list[str]:
+def build_command(run: Path, words: Sequence[str], nodes: int, rank: int, first: str | None) -> list[str]:
     """Return the command of a node; ``first``: where the nodes meet, None for one node."""
     node = ["--node-rank", str(rank)] if nodes > 1 else []
     node_options = ["--nodes", str(nodes), *node, "--rendezvous", str(first)] if nodes > 1 else []
     return ["-P", "-m", MODULE, *node, str(run), "--", *words, *node_options]
 
 
-def _address() -> str:
+def _choose_address() -> str:
     """Return an address of this node and a port that is free there."""
     import ray
 
@@ -116,7 +116,7 @@ def _train(directory: str, command: Sequence[str], attempt: int) -> int:
 
     variables = {**os.environ, RESTARTS: str(attempt)}
     # Ray kills this process, which is Ray's own, and only what it started itself. A task runs on the main thread.
-    code = started([sys.executable, *command], cwd=directory, env=variables).wait()
+    code = start_program([sys.executable, *command], cwd=directory, env=variables).wait()
     return code if code >= 0 else EXIT_FAULT
 
 
@@ -141,14 +141,14 @@ print(f"job {{job}}", {run!r}, sep="\\n")
 '''
 
 
-def text(job: Job) -> str:
+def format_job(job: Job) -> str:
     """Return the script."""
     settings = job.settings
     words = [f"--nodes={settings.nodes or 1}"]
     words += [f"--gpus-per-node={settings.gpus_per_node}"] if settings.gpus_per_node else []
     words += [f"--cpus-per-node={settings.cpus_per_node}"] if settings.cpus_per_node else []
     words += [f"--directory={os.getcwd()}", str(job.run), "--"]
-    words += [str(job.recipe), *job.overrides, override_of(job.run), "--resume", "auto"]
+    words += [str(job.recipe), *job.overrides, format_directory_override(job.run), "--resume", "auto"]
     lines = "".join(f"    {word!r},\n" for word in words)
     recipe = ascii(Path(job.recipe).name)[1:-1].replace('"', "'")
     return _TEXT.format(recipe=recipe, words=lines, entry=ENTRY, run=f"run {job.run}")

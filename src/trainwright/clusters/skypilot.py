@@ -19,16 +19,16 @@ from trainwright.clusters.job import Job
 from trainwright.clusters.job_attempts import MODULE
 from trainwright.errors import EXIT_FAULT, EXIT_STOPPED, RequestError
 from trainwright.recipe.loading import load_recipe
-from trainwright.run.run_directory import override_of
+from trainwright.run.run_directory import format_directory_override
 
 _PORT = 29400
 _DEVICES = re.compile(r"(\d+)[x×*](.+)")
 
 
-def text(job: Job) -> str:
+def format_job(job: Job) -> str:
     """Return the task file. Raises RequestError for settings that it cannot have."""
     settings = job.settings
-    copies = _copies(job)
+    copies = _select_copies(job)
     here = Path.cwd()
     if not job.recipe.is_relative_to(here):
         raise RequestError(f"the recipe: {job.recipe} is not in {here}, which SkyPilot copies to the nodes")
@@ -36,7 +36,7 @@ def text(job: Job) -> str:
         "name": re.sub(r"[^a-z0-9-]+", "-", job.name.lower()).strip("-") or "run",
         "num_nodes": settings.nodes or 1,
         "workdir": ".",
-        "resources": _resources(job),
+        "resources": _build_resources(job),
     }
     if settings.setup:
         task["setup"] = "\n".join(settings.setup) + "\n"
@@ -44,7 +44,7 @@ def text(job: Job) -> str:
     return yaml.dump(task, Dumper=_Readable, sort_keys=False, width=1000)
 
 
-def _copies(job: Job) -> list[str]:
+def _select_copies(job: Job) -> list[str]:
     """Return the value of ``checkpoint.copies``, from which the run goes on elsewhere; empty if nodes share its disk.
 
     A bucket that SkyPilot mounts is no run directory: files get there when they are closed, which the events are at the
@@ -73,7 +73,7 @@ def _copies(job: Job) -> list[str]:
     return list(dict.fromkeys([*copies, *([settings.bucket] if settings.bucket is not None else [])]))
 
 
-def _resources(job: Job) -> dict[str, Any]:
+def _build_resources(job: Job) -> dict[str, Any]:
     settings = job.settings
     resources: dict[str, Any] = {}
     devices = _DEVICES.fullmatch(settings.machine or "")
@@ -107,16 +107,16 @@ def _run(job: Job, copies: list[str]) -> str:
         lines.append("count=$((SKYPILOT_NUM_GPUS_PER_NODE * SKYPILOT_NUM_NODES))")
         node_options += ' --num-processes "$count"'
     count_in = f" --count-in {shlex.quote(copies[-1])}" if copies else ""
-    arguments = f"{_directory(job)} --resume auto"
+    arguments = f"{_format_directory(job)} --resume auto"
     lines.append(f'exec python -P -m {MODULE} "$run"{node}{count_in} -- {shlex.join(words)} {arguments}{node_options}')
     return "\n".join(lines) + "\n"
 
 
-def _directory(job: Job) -> str:
+def _format_directory(job: Job) -> str:
     """Return the override that names the run's directory, as the shell takes it."""
     if job.settings.mount is not None:
-        return shlex.quote(override_of(Path(job.settings.mount, job.run.name)))
-    key, home, rest = override_of(Path("/HOME/runs", job.run.name)).partition("/HOME")
+        return shlex.quote(format_directory_override(Path(job.settings.mount, job.run.name)))
+    key, home, rest = format_directory_override(Path("/HOME/runs", job.run.name)).partition("/HOME")
     assert home, "it is in the override as it was given"
     return f'{shlex.quote(key)}"$HOME"{shlex.quote(rest)}'
 
@@ -125,8 +125,8 @@ class _Readable(yaml.SafeDumper):
     """Write texts of several lines as blocks."""
 
 
-def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if value.endswith("\n") else None)
 
 
-_Readable.add_representer(str, _text)
+_Readable.add_representer(str, _represent_text)

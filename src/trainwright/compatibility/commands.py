@@ -14,8 +14,8 @@ from trainwright.cli.command import command
 from trainwright.cli.train import HostFile, Hosts, NodeRank, Nodes, Rendezvous, RendezvousTimeout
 from trainwright.errors import MachineError, RequestError
 from trainwright.recipe.registries import HOST_LAUNCHERS
-from trainwright.utils.paths import user_path
-from trainwright.utils.text import quoted, say
+from trainwright.utils.paths import expand_user_path
+from trainwright.utils.text import quote_word, say
 
 if TYPE_CHECKING:
     from trainwright.compatibility.accelerate.writing import Answers
@@ -112,9 +112,9 @@ def setup(
 
     The file is for `accelerate launch`, `trainwright train --accelerate-config` and `trainwright launch`.
     """
-    from trainwright.compatibility.accelerate.reading import default_path
+    from trainwright.compatibility.accelerate.reading import locate_default_file
 
-    path = config_file or default_path()
+    path = config_file or locate_default_file()
     if config_file is None and path.parts[0] == "~":
         raise RequestError("this user has no home directory; set the file's path with --config-file")
     if show and yes:
@@ -140,103 +140,129 @@ def _show(path: Path, is_default: bool) -> None:
 
 
 def _write(path: Path, is_default: bool, yes: bool) -> None:
-    from trainwright.compatibility.accelerate.writing import file_values, suggested, write
+    from trainwright.compatibility.accelerate.writing import build_values, suggest_answers, write
     from trainwright.machine.detect import detect
 
     machine = detect()
-    answers = suggested(machine)
+    answers = suggest_answers(machine)
     say(f"This machine: {machine.describe()}")
     replacing = yes
     if not yes:
         say("Press Enter to accept the answer in brackets.\n")
         if path.exists():
-            replacing = _ask(f"{path} already exists; replace it?", "no", _yes_or_no, "the old one is kept as .bak")
+            replacing = _ask(
+                f"{path} already exists; replace it?", "no", _parse_yes_or_no, "the old one is kept as .bak"
+            )
             if not replacing:
-                say(f"nothing written; `trainwright setup --show --config-file {quoted(path)}` shows the existing file")
+                say(
+                    f"nothing written; `trainwright setup --show --config-file {quote_word(path)}` shows the existing "
+                    "file"
+                )
                 return
-        new_answers = _questions(answers, machine)
+        new_answers = _ask_questions(answers, machine)
         if new_answers is None:
             return
         answers = new_answers
-    values = file_values(answers)
+    values = build_values(answers)
     backup = write(path, values, replace=replacing)
     if backup is not None:
         say(f"the previous file is now {backup}")
     _say_how_to_use(path, answers, machine, is_default)
 
 
-def _questions(answers: Answers, machine: Machine) -> Answers | None:
+def _ask_questions(answers: Answers, machine: Machine) -> Answers | None:
     """Return the answers to all questions; None if the training is to run in a place that needs no file."""
-    location = _ask("where it runs", "here", _one_of(("here", *_ELSEWHERE)), f"here, {', '.join(_ELSEWHERE)}")
+    location = _ask(
+        "where it runs", "here", _build_choice_parser(("here", *_ELSEWHERE)), f"here, {', '.join(_ELSEWHERE)}"
+    )
     if location != "here":
         say(f"nothing written: {_ELSEWHERE[location]}")
         return None
-    answers = _devices(answers, machine)
-    answers = _machines(answers, machine)
-    limit = _gpus(answers, machine) if answers.device == "gpu" else None
+    answers = _ask_devices(answers, machine)
+    answers = _ask_machines(answers, machine)
+    limit = _count_gpus(answers, machine) if answers.device == "gpu" else None
     why = "one for each GPU" if answers.device == "gpu" else "more than two on a CPU gain nothing"
-    each = _ask("processes on this machine", str(answers.processes), _count(1, limit), why)
+    each = _ask("processes on this machine", str(answers.processes), _build_count_parser(1, limit), why)
     answers = replace(answers, processes=each * answers.machines)
     if answers.device == "gpu" or answers.processes > 1:
-        answers = _distribution(answers)
-    compiled = _ask("compile with torch's inductor", "no", _yes_or_no, "dynamo: slower to start, faster steps on GPUs")
+        answers = _ask_distribution(answers)
+    compiled = _ask(
+        "compile with torch's inductor", "no", _parse_yes_or_no, "dynamo: slower to start, faster steps on GPUs"
+    )
     answers = replace(answers, compiled=compiled)
     if answers.deepspeed_file is not None:
         return answers
     why = "this machine supports bf16 in hardware" if machine.has_bf16 else "no hardware support for bf16"
     choices = ("no", "bf16", "fp16") if answers.device == "gpu" else ("no", "bf16")
-    precision = _ask("mixed precision", answers.precision, _one_of(choices), f"{', '.join(choices)}; {why}")
+    precision = _ask(
+        "mixed precision", answers.precision, _build_choice_parser(choices), f"{', '.join(choices)}; {why}"
+    )
     return replace(answers, precision=precision)
 
 
-def _devices(answers: Answers, machine: Machine) -> Answers:
+def _ask_devices(answers: Answers, machine: Machine) -> Answers:
     if not machine.gpus:
         return answers
     number = len(machine.gpus)
-    if _ask("device: gpu or cpu", "gpu", _one_of(("gpu", "cpu")), f"{number} found here") == "cpu":
+    if _ask("device: gpu or cpu", "gpu", _build_choice_parser(("gpu", "cpu")), f"{number} found here") == "cpu":
         return replace(answers, device="cpu", processes=min(2, machine.cpu_cores), precision="no")
-    ids = _ask("GPUs of this machine", "all", _gpu_ids(number), "all, or their numbers, such as 0,1")
+    ids = _ask("GPUs of this machine", "all", _build_gpu_ids_parser(number), "all, or their numbers, such as 0,1")
     answers = replace(answers, gpu_ids=ids)
-    return replace(answers, processes=_gpus(answers, machine))
+    return replace(answers, processes=_count_gpus(answers, machine))
 
 
-def _gpus(answers: Answers, machine: Machine) -> int:
+def _count_gpus(answers: Answers, machine: Machine) -> int:
     return len(answers.gpu_ids.split(",")) if answers.gpu_ids else len(machine.gpus)
 
 
-def _machines(answers: Answers, machine: Machine) -> Answers:
-    machines = _ask("machines", "1", _count(1), "that train together; each needs a file with its own number")
+def _ask_machines(answers: Answers, machine: Machine) -> Answers:
+    machines = _ask(
+        "machines", "1", _build_count_parser(1), "that train together; each needs a file with its own number"
+    )
     if machines == 1:
         return answers
-    rank = _ask("number of this machine", "0", _count(0, machines - 1), "counted from 0")
+    rank = _ask("number of this machine", "0", _build_count_parser(0, machines - 1), "counted from 0")
     host = _ask("address of machine 0", machine.hostname, str, "a name or IP that all machines can reach")
-    port = _ask("port on machine 0", str(_PORT), _count(1, 65535), "a free port, open between the machines")
+    port = _ask(
+        "port on machine 0", str(_PORT), _build_count_parser(1, 65535), "a free port, open between the machines"
+    )
     return replace(answers, machines=machines, machine_rank=rank, main_ip=host, main_port=port)
 
 
-def _distribution(answers: Answers) -> Answers:
+def _ask_distribution(answers: Answers) -> Answers:
     """Ask for the strategy, and for its options that its spec has."""
-    from trainwright.compatibility.accelerate.writing import offered
-    from trainwright.recipe.strategy_spec import spec_of
+    from trainwright.compatibility.accelerate.writing import list_offered_strategies
+    from trainwright.recipe.strategy_spec import look_up_strategy
 
-    explained = "; ".join(f"{name}: {spec.summary}" for name, spec in offered().items())
-    answers = replace(answers, strategy=_ask("strategy", answers.strategy, _strategy, explained))
-    spec = spec_of(answers.strategy)
+    explained = "; ".join(f"{name}: {spec.summary}" for name, spec in list_offered_strategies().items())
+    answers = replace(answers, strategy=_ask("strategy", answers.strategy, _parse_strategy, explained))
+    spec = look_up_strategy(answers.strategy)
     if "deepspeed_config" in spec.keys:
-        file = _ask("a DeepSpeed file of your own", "none", _json_file, "JSON; its stage and sizes are then followed")
+        file = _ask(
+            "a DeepSpeed file of your own", "none", _parse_json_file, "JSON; its stage and sizes are then followed"
+        )
         if file is not None:
             return replace(answers, deepspeed_file=file)
     if answers.device == "gpu" and spec.offloads:
-        offload = _ask("offload to the host's memory", "no", _yes_or_no, "saves GPU memory, but is much slower")
+        offload = _ask("offload to the host's memory", "no", _parse_yes_or_no, "saves GPU memory, but is much slower")
         answers = replace(answers, offload=offload)
     if "deepspeed_config" in spec.keys:
-        steps = _ask("gradient accumulation steps", "recipe", _or_recipe(_count(1)), "recipe: what the recipe says")
-        norm = _ask("gradient clipping norm", "recipe", _or_recipe(_norm), "recipe: what the recipe says")
+        steps = _ask(
+            "gradient accumulation steps",
+            "recipe",
+            _accept_recipe(_build_count_parser(1)),
+            "recipe: what the recipe says",
+        )
+        norm = _ask("gradient clipping norm", "recipe", _accept_recipe(_parse_norm), "recipe: what the recipe says")
         return replace(answers, accumulation=steps, max_grad_norm=norm)
     if "reshard_after_forward" in spec.keys:
-        reshard = _ask("reshard after the forward pass", "yes", _yes_or_no, "no: faster, and needs more memory")
-        wrap = _ask("classes to shard as units", "blocks", _classes, "blocks: the model's own, found automatically")
-        recompute = _ask("activation checkpointing", "no", _yes_or_no, "saves memory; each block is computed twice")
+        reshard = _ask("reshard after the forward pass", "yes", _parse_yes_or_no, "no: faster, and needs more memory")
+        wrap = _ask(
+            "classes to shard as units", "blocks", _parse_classes, "blocks: the model's own, found automatically"
+        )
+        recompute = _ask(
+            "activation checkpointing", "no", _parse_yes_or_no, "saves memory; each block is computed twice"
+        )
         answers = replace(answers, reshard=reshard, wrap=wrap, recompute=recompute)
     return answers
 
@@ -255,7 +281,7 @@ def _ask(question: str, filled_in: str, read: Callable[[str], T], explained: str
             say(f"  {error}")
 
 
-def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
+def _build_choice_parser(choices: Sequence[str]) -> Callable[[str], str]:
     def read(text: str) -> str:
         if text.lower() not in choices:
             raise ValueError(f"one of {', '.join(choices)}, not {text!r}")
@@ -264,11 +290,11 @@ def _one_of(choices: Sequence[str]) -> Callable[[str], str]:
     return read
 
 
-def _strategy(text: str) -> str:
-    from trainwright.compatibility.accelerate.writing import offered
+def _parse_strategy(text: str) -> str:
+    from trainwright.compatibility.accelerate.writing import list_offered_strategies
     from trainwright.recipe.strategy_spec import check_library
 
-    name = _one_of(tuple(offered()))(text)
+    name = _build_choice_parser(tuple(list_offered_strategies()))(text)
     try:
         check_library(name)
     except MachineError as error:
@@ -276,7 +302,7 @@ def _strategy(text: str) -> str:
     return name
 
 
-def _count(least: int, limit: int | None = None) -> Callable[[str], int]:
+def _build_count_parser(least: int, limit: int | None = None) -> Callable[[str], int]:
     def read(text: str) -> int:
         number = int(text) if text.isascii() and text.isdigit() else None
         if number is None or number < least or (limit is not None and number > limit):
@@ -287,7 +313,7 @@ def _count(least: int, limit: int | None = None) -> Callable[[str], int]:
     return read
 
 
-def _gpu_ids(number: int) -> Callable[[str], str | None]:
+def _build_gpu_ids_parser(number: int) -> Callable[[str], str | None]:
     def read(text: str) -> str | None:
         ids = text.replace(" ", "").split(",")
         if ids == ["all"]:
@@ -299,23 +325,23 @@ def _gpu_ids(number: int) -> Callable[[str], str | None]:
     return read
 
 
-def _json_file(text: str) -> str | None:
+def _parse_json_file(text: str) -> str | None:
     if text == "none":
         return None
     from trainwright.compatibility.accelerate.reading import read_json
 
     try:
-        read_json(user_path(text))
+        read_json(expand_user_path(text))
     except RequestError as error:
         raise ValueError(str(error)) from None
     return text
 
 
-def _or_recipe(read: Callable[[str], T]) -> Callable[[str], T | None]:
+def _accept_recipe(read: Callable[[str], T]) -> Callable[[str], T | None]:
     return lambda text: None if text == "recipe" else read(text)
 
 
-def _norm(text: str) -> float:
+def _parse_norm(text: str) -> float:
     try:
         norm = float(text)
     except ValueError:
@@ -325,33 +351,33 @@ def _norm(text: str) -> float:
     return norm
 
 
-def _classes(text: str) -> str | None:
+def _parse_classes(text: str) -> str | None:
     return None if text == "blocks" else text.replace(" ", "")
 
 
-def _yes_or_no(text: str) -> bool:
+def _parse_yes_or_no(text: str) -> bool:
     if text.lower() not in ("yes", "y", "no", "n"):
         raise ValueError(f"yes or no, not {text!r}")
     return text.lower() in ("yes", "y")
 
 
 def _say_how_to_use(path: Path, answers: Answers, machine: Machine, is_default: bool) -> None:
-    from trainwright.compatibility.accelerate.machine import accelerate_remarks, becomes_ddp, commands
+    from trainwright.compatibility.accelerate.machine import is_run_as_ddp, list_commands, list_remarks
     from trainwright.compatibility.accelerate.reading import read
     from trainwright.compatibility.accelerate.translation import interpret
 
-    option = "" if is_default else f" --config-file {quoted(path)}"
-    accelerate_option = "" if is_default else f" --config_file {quoted(path)}"
+    option = "" if is_default else f" --config-file {quote_word(path)}"
+    accelerate_option = "" if is_default else f" --config_file {quote_word(path)}"
     number = f"{answers.processes} process{'es' * (answers.processes > 1)}"
     source = read(path)
     translation = interpret(source)
     precision = translation.value("train.mixed_precision") or "of the recipe"
     say(f"wrote {path}: {number}, {translation.strategy}, mixed precision {precision}\n")
-    for line in commands(translation, machine):
+    for line in list_commands(translation, machine):
         of_scripts = line.endswith("SCRIPT")
         say(f"  {line}{'    your own Accelerate or torch script' * of_scripts}")
-    if not becomes_ddp(translation, machine):
+    if not is_run_as_ddp(translation, machine):
         say(f"  accelerate launch{accelerate_option} SCRIPT")
     say(f"  trainwright setup --show{option}    its effect here")
-    for remark in accelerate_remarks(source, translation):
+    for remark in list_remarks(source, translation):
         say(f"note: {remark}")

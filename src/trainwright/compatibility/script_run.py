@@ -23,28 +23,33 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from trainwright.compatibility.accelerate.launcher import worker_environment
+from trainwright.compatibility.accelerate.launcher import build_worker_environment
 from trainwright.compatibility.accelerate.machine import (
-    becomes_ddp,
-    default_processes,
+    choose_processes,
+    is_run_as_ddp,
     refuse_count_of_one_machine,
     require,
 )
-from trainwright.compatibility.accelerate.reading import AccelerateConfig, default_path, read, without_file
+from trainwright.compatibility.accelerate.reading import (
+    AccelerateConfig,
+    build_default_config,
+    locate_default_file,
+    read,
+)
 from trainwright.compatibility.accelerate.translation import Translation, interpret
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError, RequestError, TrainwrightError
 from trainwright.machine.accelerators import refuse_unusable
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Machine
-from trainwright.recipe.files import missing_file
+from trainwright.recipe.files import describe_missing_file
 from trainwright.run import run_directory
-from trainwright.run.group.addresses import in_words
+from trainwright.run.group.addresses import format_address
 from trainwright.run.group.environment import NodeRendezvous, refuse_worker
-from trainwright.run.process import check_limits, console, prepare_environment
+from trainwright.run.process import check_limits, find_console, prepare_environment
 from trainwright.run.shutdown.failure import Failure, raise_failure
 from trainwright.run.shutdown.stop import Stopping, stop_requested
 from trainwright.utils.activity import Activity
-from trainwright.utils.text import quoted, say
+from trainwright.utils.text import quote_word, say
 
 if TYPE_CHECKING:
     from trainwright.run.nodes import LinkedStopping
@@ -104,7 +109,7 @@ def launch_script(
     """
     refuse_worker("launch", options.nodes.nodes or 1)
     check_script(script, module)
-    plan = _plan(options)
+    plan = _build_plan(options)
     code = _run(script, module, arguments, plan, logs)
     if code == EXIT_STOPPED:
         say(f"stopped: {script} was interrupted", file=sys.stderr)
@@ -133,7 +138,7 @@ def check_script(script: str, module: bool) -> None:
     """Raise RequestError if there is no such script."""
     if not module:
         if not Path(script).is_file():
-            raise RequestError(missing_file(Path(script)))
+            raise RequestError(describe_missing_file(Path(script)))
         return
     if os.getcwd() not in sys.path:
         sys.path.insert(1, os.getcwd())
@@ -149,26 +154,26 @@ def make_logs(script: str, module: bool, logs: Path | None) -> Path:
     return directory
 
 
-def _plan(options: ScriptOptions) -> ScriptPlan:
+def _build_plan(options: ScriptOptions) -> ScriptPlan:
     config_file = options.config_file
-    if config_file is None and default_path().is_file():
-        config_file = default_path()
+    if config_file is None and locate_default_file().is_file():
+        config_file = locate_default_file()
     if config_file is not None or options.settings:
-        source = without_file(options.cpu or not detect().gpus) if config_file is None else read(config_file)
-        return _plan_of_file(source.with_settings(options.settings), options)
+        source = build_default_config(options.cpu or not detect().gpus) if config_file is None else read(config_file)
+        return _build_plan_from_file(source.replace_settings(options.settings), options)
     met = options.nodes.met()
     variables = {"CUDA_VISIBLE_DEVICES": ""} if options.cpu else {}
     os.environ.update(variables)
     machine = detect()
     refuse_unusable(machine)
-    processes = _here(options.num_processes, met) or default_processes(machine)
+    processes = _divide_processes(options.num_processes, met) or choose_processes(machine)
     _check_gpus(processes, machine)
     if not machine.gpus:
         variables["ACCELERATE_USE_CPU"] = "true"
     return ScriptPlan(processes, not machine.gpus, variables, None, machine.cpu_cores, len(machine.gpus), met)
 
 
-def _here(processes: int | None, met: NodeRendezvous | None) -> int | None:
+def _divide_processes(processes: int | None, met: NodeRendezvous | None) -> int | None:
     """Return how many of all processes are on this machine. Raises RequestError if they cannot be divided."""
     if processes is None or met is None:
         return processes
@@ -180,7 +185,7 @@ def _here(processes: int | None, met: NodeRendezvous | None) -> int | None:
     return processes // met.nodes
 
 
-def _plan_of_file(source: AccelerateConfig, options: ScriptOptions) -> ScriptPlan:
+def _build_plan_from_file(source: AccelerateConfig, options: ScriptOptions) -> ScriptPlan:
     nodes, translation = options.nodes, interpret(source)
     translation.refuse_problems(for_script=True)
     if nodes.nodes is None and translation.nodes > 1:
@@ -200,22 +205,22 @@ def _plan_of_file(source: AccelerateConfig, options: ScriptOptions) -> ScriptPla
     if options.num_processes is None:
         refuse_count_of_one_machine(translation, machine)
     require(translation, machine, for_script=True)
-    os.environ.update(translation.device_environment())
+    os.environ.update(translation.build_device_environment())
     refuse_unusable(detect())
     on_cpu = translation.device == "cpu" or not machine.gpus
-    if becomes_ddp(translation, machine):
-        raise _sharded_on_cpu(translation)
-    processes = _here(translation.processes, met) or default_processes(detect())
-    variables = worker_environment(source, translation, on_cpu=on_cpu)
+    if is_run_as_ddp(translation, machine):
+        raise _refuse_sharding_on_cpu(translation)
+    processes = _divide_processes(translation.processes, met) or choose_processes(detect())
+    variables = build_worker_environment(source, translation, on_cpu=on_cpu)
     gpus = len(detect().gpus)
     return ScriptPlan(processes, on_cpu, variables, source.name, machine.cpu_cores, gpus, met)
 
 
-def _sharded_on_cpu(translation: Translation) -> MachineError:
+def _refuse_sharding_on_cpu(translation: Translation) -> MachineError:
     return MachineError(
         f"{translation.source}: on a CPU Accelerate runs {translation.distributed_type} as plain DDP, without "
         "sharding; set distributed_type: MULTI_CPU to accept that. Recipes are also sharded on CPUs: trainwright "
-        f"train RECIPE --accelerate-config {quoted(translation.source)}"
+        f"train RECIPE --accelerate-config {quote_word(translation.source)}"
     )
 
 
@@ -281,16 +286,16 @@ def run_as_node(
     Raises:
         TrainwrightError: the script failed on any node, or a node was lost.
     """
-    from trainwright.run.launches import NodeLaunches, taking_part
+    from trainwright.run.launches import NodeLaunches, take_part
     from trainwright.run.nodes import NodeInfo, NodeRules, Nodes
     from trainwright.run.supervisor import run_workers
 
     mine = NodeInfo.here(processes, gpus, command, resume=False)
     rules = NodeRules(may_lose=False, on_hang="warn")
-    with Activity(sys.stderr, f"waiting for the other nodes at {in_words(met.host, met.port)}"):
+    with Activity(sys.stderr, f"waiting for the other nodes at {format_address(met.host, met.port)}"):
         nodes = Nodes.meet(met, mine, stopping, rules)
-    with taking_part(nodes):
-        logs = nodes.open(lambda: (make(), command), _made)
+    with take_part(nodes):
+        logs = nodes.open(lambda: (make(), command), _create_logs)
         launches = NodeLaunches(None, nodes, (processes * met.nodes,), lambda: processes, stopping)
         if here := launches.first():
             ended = run_workers(entry, processes=here, logs=logs, stopping=stopping, nodes=nodes)
@@ -302,7 +307,7 @@ def run_as_node(
         return launches.code
 
 
-def _made(logs: Path, command: str, node: int) -> Path:
+def _create_logs(logs: Path, command: str, node: int) -> Path:
     logs.mkdir(parents=True, exist_ok=True)
     return logs
 
@@ -330,9 +335,9 @@ def run_script(script: Script) -> int:
     Returns EXIT_FINISHED, or EXIT_STOPPED if it was interrupted. Raises what the script raises, and ScriptExit if it
     exits with a failure.
     """
-    _act_on_stop()
+    _interrupt_on_stop()
     interrupted: BaseException | None = None
-    with _shown(), contextlib.ExitStack() as ending:
+    with _copy_to_console(), contextlib.ExitStack() as ending:
         ending.callback(_run_exit_functions)
         try:
             _run_as_main(script)
@@ -384,7 +389,7 @@ def _run_exit_functions() -> None:
     atexit._run_exitfuncs()
 
 
-def _act_on_stop() -> None:
+def _interrupt_on_stop() -> None:
     """Interrupt the script once when the launch is asked to stop, by any signal to any process.
 
     A script that handles SIGTERM receives it; any other receives the KeyboardInterrupt of a ctrl-C.
@@ -414,13 +419,13 @@ def _act_on_stop() -> None:
 
 
 @contextlib.contextmanager
-def _shown() -> Iterator[None]:
+def _copy_to_console() -> Iterator[None]:
     """Copy what this process writes to its log to the console too, if it has one.
 
     A separate process copies, so that the last lines arrive even if this one is killed. After the context only the log
     is written: the launcher reports an error once.
     """
-    stream = console()
+    stream = find_console()
     if stream is None:
         yield
         return

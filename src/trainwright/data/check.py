@@ -10,24 +10,24 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.rows.chat_encoding import Encoded
-from trainwright.data.rows.chat_templates import Remarks, template_of, to_keep
-from trainwright.data.rows.formats import NoTarget, RowReader, by_turn, kind_of_rows
-from trainwright.data.rows.layouts import PLAIN, RowLayout, columns_not_used, columns_of
-from trainwright.data.rows.tokenizer_calls import TokenizerError, unknown_token
+from trainwright.data.rows.chat_templates import Remarks, describe_remedies, resolve_template
+from trainwright.data.rows.formats import NoTarget, RowReader, look_up_reader, split_by_turn
+from trainwright.data.rows.layouts import PLAIN, RowLayout, describe_unused_columns, list_columns
+from trainwright.data.rows.tokenizer_calls import TokenizerError, check_token
 from trainwright.data.sources.reading import (
     check_source,
-    files_of,
+    find_source_files,
     iterate_source,
-    location_of,
-    media_notes,
+    list_media_notes,
+    list_source_notes,
+    locate_row,
     read_rows,
-    source_notes,
 )
-from trainwright.data.sources.registry import registered_source
+from trainwright.data.sources.registry import find_registered_source
 from trainwright.data.sources.row_files import Row
 from trainwright.errors import RequestError
-from trainwright.utils.paths import user_path
-from trainwright.utils.text import plural, they
+from trainwright.utils.paths import expand_user_path
+from trainwright.utils.text import format_clause, format_plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,18 +68,18 @@ class Checked:
 
     def lines(self, max_length: int | None) -> list[str]:
         """Return the counts as lines of text."""
-        counted = f", {plural(self.tokens, 'token')}" if self.tokens else ""
+        counted = f", {format_plural(self.tokens, 'token')}" if self.tokens else ""
         if self.layout == _CORPUS:
-            documents = plural(self.examples, "document")
+            documents = format_plural(self.examples, "document")
             return [f"{self.source}: {documents}{counted}", *(f"  {note}" for note in self.notes)]
-        rows, examples = plural(self.rows, "row"), plural(self.examples, "example")
+        rows, examples = format_plural(self.rows, "row"), format_plural(self.examples, "example")
         report = [f"{self.source}: {rows} of {self.layout}: {examples}{counted}"]
         if self.longer:
-            report.append(f"  {plural(self.longer, 'row')} longer than {max_length:,} tokens")
+            report.append(f"  {format_plural(self.longer, 'row')} longer than {max_length:,} tokens")
         report += [f"  {line}" for line in self.encoding.lines()]
         report += [f"  {note}" for note in self.notes]
-        report += [f"  {plural(count, 'row')} left out: {why}" for why, count in self.left_out.items()]
-        report += [f"  {they(count, 'row', what)}" for what, count in self.remarks.items()]
+        report += [f"  {format_plural(count, 'row')} left out: {why}" for why, count in self.left_out.items()]
+        report += [f"  {format_clause(count, 'row', what)}" for what, count in self.remarks.items()]
         return report
 
 
@@ -98,7 +98,9 @@ def check_sources(
     """
     data, sources = recipe.data, recipe.data.keyed_sources
     if only_files:
-        sources = [(source, key) for source, key in sources if files_of(source.source, key, source.is_documents)]
+        sources = [
+            (source, key) for source, key in sources if find_source_files(source.source, key, source.is_documents)
+        ]
     if recipe.spec.corpus:
         return [check_corpus(source, tokenizer, embeddings, key=key) for source, key in sources]
     encoding = EncodingCheck(
@@ -157,13 +159,13 @@ def check_rows(
     if not first:
         raise RequestError(f"{key}: {source} has no rows")
     first_rows = [row for _, row in first]
-    columns = columns_of(first_rows)
+    columns = list_columns(first_rows)
     checked.layout = kind.layout(columns, first_rows, settings, f"{key}: {source}")
     encoder = None
     if encoding is not None:
-        from trainwright.data.rows.texts import encoder_of  # imports numpy
+        from trainwright.data.rows.texts import build_encoder  # imports numpy
 
-        encoder = encoder_of(checked.layout, encoding.tokenizer, encoding.targets)
+        encoder = build_encoder(checked.layout, encoding.tokenizer, encoding.targets)
     try:
         everything = chain(first, rows)
         while batch := list(islice(everything, _BATCH)):
@@ -171,17 +173,17 @@ def check_rows(
             _check_batch(batch, kind, checked, encoder, encoding)
     except RequestError as error:  # an error of the file, not of a row
         checked.problem(str(error))
-    checked.notes += source_notes(source, key, documents)
+    checked.notes += list_source_notes(source, key, documents)
     layout = kind.layout(columns, first_rows, settings, f"{key}: {source}")  # of all rows, as in training
     if layout.read_as:
         checked.notes.append(f"read: {layout.read_as}")
     if unused := layout.unused(columns):
-        checked.notes.append(f"{columns_not_used(unused)}; data.columns reads a column as a field")
+        checked.notes.append(f"{describe_unused_columns(unused)}; data.columns reads a column as a field")
     if encoder is not None and encoding is not None:
-        checked.notes += [*encoder.notes, *to_keep(encoder.ways(), accepted=encoding.accepted)]
+        checked.notes += [*encoder.notes, *describe_remedies(encoder.list_remedies(), accepted=encoding.accepted)]
     if not checked.wrong:  # check the types
-        table = read_rows(source, limit, key, documents, functools.partial(kind.narrowing, settings))
-        checked.notes += media_notes(table, unused)
+        table = read_rows(source, limit, key, documents, functools.partial(kind.build_narrowing, settings))
+        checked.notes += list_media_notes(table, unused)
     return checked
 
 
@@ -195,34 +197,34 @@ def check_corpus(
     """
     import numpy as np
 
-    from trainwright.data.rows.texts import pieces
+    from trainwright.data.rows.texts import iterate_pieces
     from trainwright.data.sources.shards import Shards, is_shards
-    from trainwright.data.tokens.shard_writer import settings_of
+    from trainwright.data.tokens.shard_writer import build_settings
     from trainwright.data.tokens.token_worker import Encoder
 
     checked = Checked(source.source, layout=_CORPUS)
     if is_shards(source.source):
-        shards = Shards.open(user_path(source.source), key)
+        shards = Shards.open(expand_user_path(source.source), key)
         shards.check_tokenizer(tokenizer, key)
         checked.examples, checked.tokens = len(shards.ends), shards.token_count
-        if wrong := unknown_in_shards(shards, tokenizer, embeddings):
+        if wrong := check_shard_tokens(shards, tokenizer, embeddings):
             checked.problem(wrong)
         return checked
-    settings = settings_of(tokenizer)
+    settings = build_settings(tokenizer)
     encode = Encoder(settings)
     try:
-        for piece in pieces(source, key, checked.notes):
+        for piece in iterate_pieces(source, key, checked.notes):
             tokens = np.frombuffer(encode([piece])[0], settings.dtype)
             checked.tokens += len(tokens)
             checked.examples += piece.last
-            if wrong := unknown_token(int(tokens.max(initial=0)), tokenizer, embeddings):
+            if wrong := check_token(int(tokens.max(initial=0)), tokenizer, embeddings):
                 checked.problem(f"{piece.location}: {wrong}")
     except RequestError as error:
         checked.problem(str(error))
     return checked
 
 
-def unknown_in_shards(shards: Shards, tokenizer: PreTrainedTokenizerBase, embeddings: int | None) -> str | None:
+def check_shard_tokens(shards: Shards, tokenizer: PreTrainedTokenizerBase, embeddings: int | None) -> str | None:
     """Return a message with the document if a model with this number of embeddings has none for a token of a corpus.
 
     The tokens are only read if the tokenizer has such tokens.
@@ -233,7 +235,7 @@ def unknown_in_shards(shards: Shards, tokenizer: PreTrainedTokenizerBase, embedd
         if len(tokens) and tokens.max() >= embeddings:
             position = int((tokens >= embeddings).argmax())
             document = int(shards.ends.searchsorted(begin + position, side="right")) + 1
-            wrong = unknown_token(int(tokens[position]), tokenizer, embeddings)
+            wrong = check_token(int(tokens[position]), tokenizer, embeddings)
             return f"{shards.directory}: document {document:,}: {wrong}"
     return None
 
@@ -256,18 +258,18 @@ def _check_batch(
         except RequestError as error:
             checked.problem(f"{location}: {error}")
             continue
-        examples = by_turn(sequences) if check is not None and check.each_turn else kind.split(sequences)
+        examples = split_by_turn(sequences) if check is not None and check.each_turn else kind.split(sequences)
         taken.append((location, [text for each in examples for _, text in each], len(examples[0])))
     if encoder is None or check is None:
         checked.examples += len(taken)
         return
-    for (location, _, each), (encoded, remarks) in zip(taken, _encoded(taken, encoder), strict=True):
+    for (location, _, each), (encoded, remarks) in zip(taken, _encode_rows(taken, encoder), strict=True):
         if isinstance(encoded, RequestError):
             checked.problem(f"{location}: {encoded}")
             continue
         checked.encoding.add(remarks, functools.partial(str, location))
         tokens = [token for ids, _ in encoded for token in ids]
-        if wrong := unknown_token(max(tokens, default=-1), check.tokenizer, check.embeddings):
+        if wrong := check_token(max(tokens, default=-1), check.tokenizer, check.embeddings):
             checked.problem(f"{location}: {wrong}")
             continue
         checked.examples += len(encoded) // each
@@ -276,7 +278,7 @@ def _check_batch(
         checked.longer += check.max_length is not None and longest > check.max_length
 
 
-def _encoded(
+def _encode_rows(
     taken: list[tuple[str, list[Any], int]], encoder: RowEncoder
 ) -> Iterator[tuple[list[Encoded] | RequestError, set[str]]]:
     """Yield the encoding of each row and its remarks: all rows at once or, if that fails, one by one with errors."""
@@ -312,9 +314,9 @@ def check_data(recipe: RecipeSchema) -> None:
         _check_corpus(recipe)
         return
     if recipe.model.chat_template is not None:
-        template_of(recipe.model.chat_template)
+        resolve_template(recipe.model.chat_template)
     sources = recipe.data.keyed_sources
-    layouts = [_check_first_rows(source, key, kind_of_rows(recipe, key)) for source, key in sources]
+    layouts = [_check_first_rows(source, key, look_up_reader(recipe, key)) for source, key in sources]
     refuse_unused_template(recipe.model.chat_template, layouts)
 
 
@@ -326,29 +328,29 @@ def refuse_unused_template(chat_template: str | None, layouts: Collection[str | 
 
 def _check_first_rows(section: SourceSection, key: str, kind: RowReader) -> str | None:
     source, documents = section.source, section.is_documents
-    registered = registered_source(source, key)
+    registered = find_registered_source(source, key)
     rows = check_source(source, key, documents) if registered is None else [dict(registered.example)]
     rows = rows[: section.limit]
     if not rows:
         return None
-    layout = kind.layout(columns_of(rows), rows, section.rows, f"{key}: {source}")
+    layout = kind.layout(list_columns(rows), rows, section.rows, f"{key}: {source}")
     for index, row in enumerate(rows):
         try:
             kind.sequences(row, layout)
         except NoTarget:
             pass  # left out and counted when the data is prepared
         except RequestError as error:
-            raise RequestError(f"{key}: {location_of(source, index, documents, key)}: {error}") from None
+            raise RequestError(f"{key}: {locate_row(source, index, documents, key)}: {error}") from None
     return layout
 
 
 def _check_corpus(recipe: RecipeSchema) -> None:
     """Check that shards are complete and files are text. Hub datasets are checked when they are read."""
-    from trainwright.data.rows.texts import pieces
+    from trainwright.data.rows.texts import iterate_pieces
     from trainwright.data.sources.shards import Shards, is_shards
 
     for source, key in recipe.data.keyed_sources:
         if is_shards(source.source):
-            Shards.open(user_path(source.source), key)
-        elif files_of(source.source, key, source.is_documents):
-            next(pieces(source, key))
+            Shards.open(expand_user_path(source.source), key)
+        elif find_source_files(source.source, key, source.is_documents):
+            next(iterate_pieces(source, key))

@@ -20,7 +20,7 @@ Pieces = list[tuple[str, bool]]
 _SAMPLED_BATCHES = 64
 
 
-def pieces(tokenizer: PreTrainedTokenizerBase, dataset: TokenDataset, sequence: int) -> Pieces:
+def decode_pieces(tokenizer: PreTrainedTokenizerBase, dataset: TokenDataset, sequence: int) -> Pieces:
     """Return a sequence as runs of text ``(text, whether its tokens are targets)``, including control tokens."""
     tokens, targets = dataset.sequence(sequence)
     ids, flags = tokens.tolist(), [False, *targets[1:].tolist()]  # the first token is never predicted
@@ -44,7 +44,7 @@ class Bin:
     examples: int
 
 
-def histogram(dataset: TokenDataset, bins: int = 12) -> list[Bin]:
+def build_histogram(dataset: TokenDataset, bins: int = 12) -> list[Bin]:
     """Return a histogram of example lengths in tokens, in bins of equal width."""
     lengths = dataset.example_lengths()
     low, high = int(lengths.min()), int(lengths.max())
@@ -104,8 +104,8 @@ def fill(
     return Fill(sum(counts) / steps, tokens / steps, tokens / capacity)
 
 
-def first_examples(stream: Stream[TokenDataset], count: int) -> list[list[int]]:
+def list_first_examples(stream: Stream[TokenDataset], count: int) -> list[list[int]]:
     """Return the first examples in training order, of every stage if the run has several."""
     begins = [0] if stream.staged is None else stream.staged.first_positions
     end = len(stream.dataset) if stream.staged is None else stream.total_examples or 0
-    return [[stream.example_at(position) for position in range(begin, min(begin + count, end))] for begin in begins]
+    return [[stream.find_example(position) for position in range(begin, min(begin + count, end))] for begin in begins]

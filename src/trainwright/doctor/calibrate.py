@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainwright.errors import MachineError, Stopped, TrainwrightError
 from trainwright.machine.machine import Machine
-from trainwright.machine.measured.calibration import Calibration, Curve, ProcessRates, summary, versions
+from trainwright.machine.measured.calibration import Calibration, Curve, ProcessRates, read_versions, summarize_errors
 from trainwright.run.process import preload_libraries
 from trainwright.run.shutdown.stop import Stopping
-from trainwright.utils.text import size
+from trainwright.utils.text import format_bytes
 
 if TYPE_CHECKING:
     from trainwright.doctor.calibrate_worker import Cases, Effort
@@ -53,7 +53,8 @@ def calibrate(
     """
     parts: dict[str, float] = {}
     settings = [
-        ProcessSetting(count, None if machine.gpus else _threads(machine, count)) for count in process_counts(machine)
+        ProcessSetting(count, None if machine.gpus else _choose_threads(machine, count))
+        for count in choose_process_counts(machine)
     ]
     begin = time.monotonic()
     with Stopping("stopping") as stopping:
@@ -61,15 +62,15 @@ def calibrate(
         from trainwright.doctor.calibrate_worker import Effort
 
         parts["imports"] = time.monotonic() - begin
-        measuring = Measuring(machine.device, _cases, Effort(), stopping, say)
+        measuring = Measuring(machine.device, _build_cases, Effort(), stopping, say)
         measurements = measuring.run(settings, begin + seconds, begin + limit)
     for name in ("starting", *measurements[0]["parts"]):
         parts[name] = sum(one["parts"].get(name, 0.0) for one in measurements)
     return Calibration(
         machine=machine.describe(),
-        measured=now(),
-        versions=versions(machine),
-        settings=tuple(_rates(machine, *pair) for pair in zip(settings, measurements, strict=True)),
+        measured=format_current_time(),
+        versions=read_versions(machine),
+        settings=tuple(_fit_rates(machine, *pair) for pair in zip(settings, measurements, strict=True)),
         parts=parts,
         disturbance=statistics.mean(one["disturbed"] for one in measurements),
     )
@@ -97,24 +98,26 @@ class Measuring:
         measurements = []
         effort = self._effort
         for number, setting in enumerate(settings):
-            self._say(f"measuring {_described(setting)}")
+            self._say(f"measuring {_describe_setting(setting)}")
             started = time.monotonic()
             end_of_setting = started + max(0.0, end - started) / (len(settings) - number)
             if effort.fewest is not None:  # the second setting has all cores; the block is measured there
                 effort = replace(effort, waits=number < 2)
-            measured = self._in_processes(setting, (end_of_setting, limit), effort)
+            measured = self._measure_in_processes(setting, (end_of_setting, limit), effort)
             measured["parts"]["starting"] = time.monotonic() - started - sum(measured["parts"].values())
             measurements.append(measured)
         return measurements
 
-    def _in_processes(self, setting: ProcessSetting, ends: tuple[float, float], effort: Effort) -> dict[str, Any]:
+    def _measure_in_processes(
+        self, setting: ProcessSetting, ends: tuple[float, float], effort: Effort
+    ) -> dict[str, Any]:
         from trainwright.doctor.calibrate_worker import measure
         from trainwright.run.supervisor import launch
 
         count = setting.processes
         with (
             tempfile.TemporaryDirectory(prefix="trainwright-calibrate-") as work,
-            _environment(OMP_NUM_THREADS=setting.threads),
+            _set_environment(OMP_NUM_THREADS=setting.threads),
         ):
             output = Path(work) / "samples.json"
             cases_of = functools.partial(self._cases_of, setting)
@@ -129,15 +132,19 @@ class Measuring:
         return measurements
 
 
-def _cases(setting: ProcessSetting, world: World) -> Cases:
-    from trainwright.doctor.calibrate_cases import operation_cases
-    from trainwright.doctor.calibrate_passes import pass_cases
-    from trainwright.doctor.calibrate_worker import collective_cases
+def _build_cases(setting: ProcessSetting, world: World) -> Cases:
+    from trainwright.doctor.calibrate_cases import build_operation_cases
+    from trainwright.doctor.calibrate_passes import iterate_pass_cases
+    from trainwright.doctor.calibrate_worker import iterate_collective_cases
 
-    return {**operation_cases(world.device), "passes": pass_cases(world), "collectives": collective_cases(world)}
+    return {
+        **build_operation_cases(world.device),
+        "passes": iterate_pass_cases(world),
+        "collectives": iterate_collective_cases(world),
+    }
 
 
-def process_counts(machine: Machine) -> tuple[int, ...]:
+def choose_process_counts(machine: Machine) -> tuple[int, ...]:
     """Return the numbers of processes to measure: one, the maximum, and on a CPU up to two in between."""
     if machine.gpus:
         return tuple(sorted({1, len(machine.gpus)}))
@@ -149,12 +156,12 @@ def process_counts(machine: Machine) -> tuple[int, ...]:
     )
 
 
-def now() -> str:
+def format_current_time() -> str:
     """Return the time in ISO 8601."""
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
-def _described(setting: ProcessSetting) -> str:
+def _describe_setting(setting: ProcessSetting) -> str:
     count, threads = setting
     processes = f"{count} process{'es' * (count > 1)}"
     if threads is None:
@@ -162,31 +169,31 @@ def _described(setting: ProcessSetting) -> str:
     return f"{processes} of {threads} thread{'s' * (threads > 1)}"
 
 
-def _threads(machine: Machine, processes: int) -> int:
+def _choose_threads(machine: Machine, processes: int) -> int:
     """Return the threads per process as in training: a share of the cores, unless OMP_NUM_THREADS is set."""
     value = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     return int(value) if value.isdigit() and int(value) > 0 else max(1, machine.cpu_cores // processes)
 
 
-def _rates(machine: Machine, setting: ProcessSetting, measurements: dict[str, Any]) -> ProcessRates:
-    from trainwright.doctor.calibrate_passes import exchange, in_step
-    from trainwright.doctor.calibrate_worker import curve_of
+def _fit_rates(machine: Machine, setting: ProcessSetting, measurements: dict[str, Any]) -> ProcessRates:
+    from trainwright.doctor.calibrate_passes import fit_exchange, fit_step_factors
+    from trainwright.doctor.calibrate_worker import build_curve
 
     samples = measurements["samples"]
     groups = {
         group: {name.partition("/")[2]: samples.pop(name) for name in list(samples) if name.startswith(f"{group}/")}
         for group in ("passes", "sharded")
     }
-    curves = {name: curve_of(name, rows) for name, rows in samples.items()}
+    curves = {name: build_curve(name, rows) for name, rows in samples.items()}
     alone = ProcessRates(*setting, curves, launch=measurements["launch"], overlap=measurements["overlap"])
-    factors = {precision: in_step(alone, precision, rows) for precision, rows in groups["passes"].items()}
+    factors = {precision: fit_step_factors(alone, precision, rows) for precision, rows in groups["passes"].items()}
     steps = replace(alone, in_step=factors)
     sharded = groups["sharded"]
-    return replace(steps, exchange=exchange(steps, machine, sharded)) if sharded else steps
+    return replace(steps, exchange=fit_exchange(steps, machine, sharded)) if sharded else steps
 
 
 @contextmanager
-def _environment(**variables: int | None) -> Iterator[None]:
+def _set_environment(**variables: int | None) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update({name: str(value) for name, value in variables.items() if value is not None})
     try:
@@ -213,7 +220,7 @@ _OTHERS = (
 )
 
 
-def lines(calibration: Calibration) -> Iterator[str]:
+def format_calibration(calibration: Calibration) -> Iterator[str]:
     """Yield the table: rates of each setting, each group with its error on held-out sizes."""
     total = sum(calibration.parts.values())
     yield f"{calibration.machine}, measured {calibration.measured} in {total:.0f} s: " + ", ".join(
@@ -225,79 +232,83 @@ def lines(calibration: Calibration) -> Iterator[str]:
         yield f"{setting.processes} process{'es' * (setting.processes > 1)}{each}" + (
             ", all at once, each:" if setting.processes > 1 else ":"
         )
-        yield from _operations(setting)
-        yield from _collectives(setting)
-        yield from _in_step(setting)
+        yield from _format_operations(setting)
+        yield from _format_collectives(setting)
+        yield from _format_step_factors(setting)
     yield ""
     yield "error: median (worst) error of the curve for held-out sizes"
-    yield f"all together: {summary(calibration.errors(''))}"
+    yield f"all together: {summarize_errors(calibration.errors(''))}"
     yield f"other programs used the cores during {calibration.disturbance:.0%} of the measurements"
 
 
-def _operations(setting: ProcessRates) -> Iterator[str]:
+def _format_operations(setting: ProcessRates) -> Iterator[str]:
     shape = _SHOWN_PRODUCT["cpu" if setting.threads else "cuda"]
     title = f"matrix products, GFLOP/s at {' x '.join(map(str, shape))}"
-    yield _row(title, ("x @ W^T", "dy @ W", "dy^T @ x"), "error", indent=2)
+    yield _format_row(title, ("x @ W^T", "dy @ W", "dy^T @ x"), "error", indent=2)
     operations = 2 * shape[0] * shape[1] * shape[2]
-    for precision in _precisions(setting, "product"):
+    for precision in _list_precisions(setting, "product"):
         curves = [setting.curves[f"product/{precision}/{layout}"] for layout in _LAYOUTS]
         rates = (f"{operations / curve.seconds(*shape) / 1e9:,.0f}" for curve in curves)
-        yield _row(precision, rates, _errors(*curves))
-    yield _row("read and written, GB/s", map(size, _SHOWN_BYTES), "error", indent=2)
-    for precision in _precisions(setting, "traffic"):
+        yield _format_row(precision, rates, _format_errors(*curves))
+    yield _format_row("read and written, GB/s", map(format_bytes, _SHOWN_BYTES), "error", indent=2)
+    for precision in _list_precisions(setting, "traffic"):
         for kind in ("copy", "elementwise", "reduction"):
             curve = setting.curves[f"traffic/{precision}/{kind}"]
             rates = (f"{count / curve.seconds(count) / 1e9:.1f}" for count in _SHOWN_BYTES)
-            yield _row(f"{precision} {kind}", rates, _errors(curve))
-    yield _row("attention, ns per token and channel", (f"{n:,}" for n in _SHOWN_LENGTHS), "error", indent=2)
-    for precision in _precisions(setting, "attention"):
+            yield _format_row(f"{precision} {kind}", rates, _format_errors(curve))
+    yield _format_row("attention, ns per token and channel", (f"{n:,}" for n in _SHOWN_LENGTHS), "error", indent=2)
+    for precision in _list_precisions(setting, "attention"):
         for direction in ("forward", "backward"):
             curve = setting.curves[f"attention/{precision}/{direction}"]
             times = (f"{curve.seconds(length) * 1e9:.3f}" for length in _SHOWN_LENGTHS)
-            yield _row(f"{precision} {direction}", times, _errors(curve))
+            yield _format_row(f"{precision} {direction}", times, _format_errors(curve))
     for name, text, unit in _OTHERS:
         if (curve_or_none := setting.curves.get(name)) is not None:
             amount = max(sample.sizes[0] for sample in curve_or_none.samples)
             rate = f"{amount / curve_or_none.seconds(amount) / unit:,.1f}"
-            yield _row(text, (rate, "", ""), _errors(curve_or_none), indent=2)
+            yield _format_row(text, (rate, "", ""), _format_errors(curve_or_none), indent=2)
     batch = setting.curves["data"]
     microseconds = f"{batch.seconds(8, 1024) * 1e6:,.0f}"
-    yield _row("a batch of 8 sequences and 1,024 tokens, us", (microseconds, "", ""), _errors(batch), indent=2)
+    yield _format_row(
+        "a batch of 8 sequences and 1,024 tokens, us", (microseconds, "", ""), _format_errors(batch), indent=2
+    )
     yield f"  {'a small kernel, us':<46}{setting.launch * 1e6:>10.1f}"
 
 
-def _collectives(setting: ProcessRates) -> Iterator[str]:
+def _format_collectives(setting: ProcessRates) -> Iterator[str]:
     if setting.processes == 1:
         return
-    yield _row("collectives of all processes", ("alpha us", "GB/s", ""), "error", indent=2)
+    yield _format_row("collectives of all processes", ("alpha us", "GB/s", ""), "error", indent=2)
     for kind in _COLLECTIVES:
         curve = setting.curves[f"collective/{kind}"]
         alpha, beta = curve.coefficients
-        yield _row(kind, (f"{alpha * 1e6:.0f}", f"{1 / beta / 1e9:.2f}" if beta else "-", ""), _errors(curve))
+        yield _format_row(
+            kind, (f"{alpha * 1e6:.0f}", f"{1 / beta / 1e9:.2f}" if beta else "-", ""), _format_errors(curve)
+        )
     yield f"  {'share that overlaps with computation':<46}{setting.overlap:>10.0%}"
 
 
-def _in_step(setting: ProcessRates) -> Iterator[str]:
+def _format_step_factors(setting: ProcessRates) -> Iterator[str]:
     if not setting.in_step:
         return
-    yield _row("in a step, factor on times alone", ("products", "attention", "memory"), "error", indent=2)
+    yield _format_row("in a step, factor on times alone", ("products", "attention", "memory"), "error", indent=2)
     for precision, fitted in setting.in_step.items():
         factors = (f"{factor:.2f}" for factor in (fitted.products, fitted.attention, fitted.traffic))
         host = f"{precision}, and {fitted.host * 1e6:.0f} us more for each kernel"
-        yield _row(host, factors, summary(fitted.errors))
+        yield _format_row(host, factors, summarize_errors(fitted.errors))
     if setting.processes > 1:
         exchange = setting.exchange
         text = f"collectives, and {exchange.waited * 1e3:.1f} ms more for each"
-        yield _row(text, (f"{exchange.factor:.2f}", "", ""), summary(exchange.errors))
+        yield _format_row(text, (f"{exchange.factor:.2f}", "", ""), summarize_errors(exchange.errors))
 
 
-def _row(text: str, values: Iterable[str], last: str, indent: int = 4) -> str:
+def _format_row(text: str, values: Iterable[str], last: str, indent: int = 4) -> str:
     return f"{'':<{indent}}{text:<{48 - indent}}{''.join(f'{value:>10}' for value in values)}  {last}"
 
 
-def _precisions(setting: ProcessRates, group: str) -> Sequence[str]:
+def _list_precisions(setting: ProcessRates, group: str) -> Sequence[str]:
     return list(dict.fromkeys(name.split("/")[1] for name in setting.curves if name.startswith(f"{group}/")))
 
 
-def _errors(*curves: Curve) -> str:
-    return summary(error for curve in curves for error in curve.errors)
+def _format_errors(*curves: Curve) -> str:
+    return summarize_errors(error for curve in curves for error in curve.errors)

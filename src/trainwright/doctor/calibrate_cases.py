@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from trainwright.machine.measured.quick import KINDS as CURVES
 from trainwright.machine.measured.quick import Kernel, MeasuredBlock
-from trainwright.machine.vendors import processor_of
+from trainwright.machine.vendors import look_up_processor
 from trainwright.models.attention.plain import flash_backward, flash_forward
 
 if TYPE_CHECKING:
@@ -88,34 +88,36 @@ class CalibrationCase:
     cold: bool = False
 
 
-def operation_cases(device: torch.device) -> dict[str, list[CalibrationCase]]:
+def build_operation_cases(device: torch.device) -> dict[str, list[CalibrationCase]]:
     """Return the operations of a calibration by part, in every precision."""
 
     def over(name: str) -> Iterator[tuple[Any, bool]]:
-        used, held_out = _SIZES[processor_of(device.type)][name]
+        used, held_out = _SIZES[look_up_processor(device.type)][name]
         return itertools.chain(((size, False) for size in used), ((size, True) for size in held_out))
 
     precisions = ("fp32", "bf16")
-    others = [optimizer_of(elements, device, out) for elements, out in over("optimizer")]
-    others += [loss_of(precision, logits, device, out) for logits, out in over("loss") for precision in precisions]
-    others += [CalibrationCase("data", size, partial(_data, size, device), out) for size, out in over("data")]
+    others = [build_optimizer_case(elements, device, out) for elements, out in over("optimizer")]
+    others += [
+        build_loss_case(precision, logits, device, out) for logits, out in over("loss") for precision in precisions
+    ]
+    others += [CalibrationCase("data", size, partial(_prepare_data, size, device), out) for size, out in over("data")]
     if device.type != "cpu":
         used, held_out = _SIZES["cpu"]["optimizer"]
         for elements in (*used, *held_out):
-            others.append(optimizer_of(elements, torch.device("cpu"), elements in held_out, "host_optimizer"))
+            others.append(build_optimizer_case(elements, torch.device("cpu"), elements in held_out, "host_optimizer"))
         for count, out in over("host"):
             for direction in ("to", "from"):
-                build = partial(host_copy, direction, count, device)
+                build = partial(prepare_host_copy, direction, count, device)
                 others.append(CalibrationCase(f"host/{direction}", (count,), build, out))
     return {
         "products": [
             case
             for shape, out in over("product")
-            for precision in PRECISIONS[processor_of(device.type)]
-            for case in products_of(shape, precision, device, out)
+            for precision in PRECISIONS[look_up_processor(device.type)]
+            for case in build_product_cases(shape, precision, device, out)
         ],
         "traffic": [
-            traffic_of(precision, kind, elements, device, out)
+            build_traffic_case(precision, kind, elements, device, out)
             for elements, out in over("traffic")
             for precision in precisions
             for kind in KINDS
@@ -124,35 +126,39 @@ def operation_cases(device: torch.device) -> dict[str, list[CalibrationCase]]:
             case
             for length, out in over("attention")
             for precision in precisions
-            for case in attention_of(precision, length, device, _ATTENTION_SHAPE[processor_of(device.type)], out)
+            for case in build_attention_cases(
+                precision, length, device, _ATTENTION_SHAPE[look_up_processor(device.type)], out
+            )
         ],
         "others": others,
     }
 
 
-def products_of(shape: Shape, precision: str, device: torch.device, held_out: bool = False) -> list[CalibrationCase]:
+def build_product_cases(
+    shape: Shape, precision: str, device: torch.device, held_out: bool = False
+) -> list[CalibrationCase]:
     """Return the products of one linear module: (tokens, output width, input width)."""
     tokens, wide, narrow = shape
     sizes = {"forward": shape, "input": (tokens, narrow, wide), "weight": (wide, narrow, tokens)}
     return [
         CalibrationCase(
-            f"product/{precision}/{layout}", size, partial(product, precision, layout, shape, device), held_out
+            f"product/{precision}/{layout}", size, partial(prepare_product, precision, layout, shape, device), held_out
         )
         for layout, size in sizes.items()
     ]
 
 
-def traffic_of(
+def build_traffic_case(
     precision: str, kind: str, elements: int, device: torch.device, held_out: bool = False
 ) -> CalibrationCase:
     """Return kernels of one kind on tensors of ``elements`` elements, bound by memory or by the work per element."""
     kernels, numbers = KINDS[kind]
     size = DTYPES[precision].itemsize * elements * numbers / kernels
-    build = partial(_traffic, precision, kind, elements, device)
+    build = partial(_prepare_traffic, precision, kind, elements, device)
     return CalibrationCase(f"traffic/{precision}/{kind}", (size,), build, held_out, amount=kernels)
 
 
-def attention_of(
+def build_attention_cases(
     precision: str, length: int, device: torch.device, shape: Shape, held_out: bool = False, *, dense: bool = False
 ) -> list[CalibrationCase]:
     """Return both directions of causal attention within sequences of about one length.
@@ -163,61 +169,63 @@ def attention_of(
     """
     tokens, heads, channels = shape
     count = max(1, tokens // length)
-    lengths = (length,) * count if dense and device.type != "cpu" else unequal_lengths(count, length)
+    lengths = (length,) * count if dense and device.type != "cpu" else vary_lengths(count, length)
     amount = sum(lengths) * heads * channels
 
     def case(direction: str) -> CalibrationCase:
-        build = partial(attention, precision, direction, lengths, (heads, channels), device, dense)
+        build = partial(prepare_attention, precision, direction, lengths, (heads, channels), device, dense)
         return CalibrationCase(f"attention/{precision}/{direction}", (length,), build, held_out, amount)
 
     return [case("forward"), case("backward")]
 
 
-def loss_of(precision: str, logits: int, device: torch.device, held_out: bool = False) -> CalibrationCase:
+def build_loss_case(precision: str, logits: int, device: torch.device, held_out: bool = False) -> CalibrationCase:
     """Return cross-entropy of ``logits`` logits with its gradient."""
-    return CalibrationCase(f"loss/{precision}", (logits,), partial(_loss, precision, logits, device), held_out)
+    return CalibrationCase(f"loss/{precision}", (logits,), partial(_prepare_loss, precision, logits, device), held_out)
 
 
-def optimizer_of(
+def build_optimizer_case(
     elements: int, device: torch.device, held_out: bool = False, curve: str = "optimizer"
 ) -> CalibrationCase:
     """Return AdamW's kernel without ``torch.optim``, whose first step imports torch's compiler."""
-    return CalibrationCase(curve, (elements,), partial(_update, elements, device), held_out)
+    return CalibrationCase(curve, (elements,), partial(_prepare_update, elements, device), held_out)
 
 
-def unequal_lengths(sequences: int, length: int) -> tuple[int, ...]:
+def vary_lengths(sequences: int, length: int) -> tuple[int, ...]:
     """Return lengths within 10 % of ``length``, as equal sequences would be computed as one batch."""
     spread = range(1 - sequences, sequences, 2)
     return tuple(length + round(0.1 * length * index / max(1, sequences - 1)) for index in spread)
 
 
-def random_numbers(shape: tuple[int, ...], precision: str, device: torch.device) -> torch.Tensor:
+def draw_random_tensor(shape: tuple[int, ...], precision: str, device: torch.device) -> torch.Tensor:
     """Return random numbers: a GPU's power, and so its clock, depends on the bits that change.
 
     They are repeated, as generating all of them takes longer than the timed operation.
     """
-    count, some = math.prod(shape), _some_random(precision, device)
+    count, some = math.prod(shape), _draw_random_values(precision, device)
     return some.repeat(-(-count // len(some)))[:count].view(shape)
 
 
 @cache
-def _some_random(precision: str, device: torch.device) -> torch.Tensor:
+def _draw_random_values(precision: str, device: torch.device) -> torch.Tensor:
     return torch.randn(2**16, device=device).to(DTYPES[precision])
 
 
-def product(precision: str, layout: str, shape: Shape, device: torch.device) -> Run:
+def prepare_product(precision: str, layout: str, shape: Shape, device: torch.device) -> Run:
     """Return a product of a linear module of a shape (tokens, output width, input width)."""
     m, n, k = shape
     if layout == "forward":
-        run = partial(F.linear, random_numbers((m, k), precision, device), random_numbers((n, k), precision, device))
+        run = partial(
+            F.linear, draw_random_tensor((m, k), precision, device), draw_random_tensor((n, k), precision, device)
+        )
     else:
-        grad = random_numbers((m, n), precision, device)
+        grad = draw_random_tensor((m, n), precision, device)
         first, right = (grad, (n, k)) if layout == "input" else (grad.t(), (m, k))
-        run = partial(torch.mm, first, random_numbers(right, precision, device))
-    return partial(_in_tf32, run) if precision == "tf32" else run
+        run = partial(torch.mm, first, draw_random_tensor(right, precision, device))
+    return partial(_run_in_tf32, run) if precision == "tf32" else run
 
 
-def _in_tf32(run: Run) -> None:
+def _run_in_tf32(run: Run) -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -226,8 +234,8 @@ def _in_tf32(run: Run) -> None:
         torch.set_float32_matmul_precision(before)
 
 
-def _traffic(precision: str, kind: str, elements: int, device: torch.device) -> Run:
-    x, y = (random_numbers((elements // _ROW, _ROW), precision, device) for _ in range(2))
+def _prepare_traffic(precision: str, kind: str, elements: int, device: torch.device) -> Run:
+    x, y = (draw_random_tensor((elements // _ROW, _ROW), precision, device) for _ in range(2))
     runs: dict[str, Run] = {
         "copy": lambda: x.clone(),
         "elementwise": lambda: (x * y, x + y),
@@ -236,7 +244,7 @@ def _traffic(precision: str, kind: str, elements: int, device: torch.device) -> 
     return runs[kind]
 
 
-def attention(
+def prepare_attention(
     precision: str,
     direction: str,
     lengths: Sequence[int],
@@ -244,12 +252,13 @@ def attention(
     device: torch.device,
     dense: bool = False,
 ) -> Run:
-    """Return causal attention within sequences. ``shape``: heads, size of a head; ``dense``: as in ``attention_of``."""
+    """Return causal attention within sequences. ``shape``: heads, size of a head; ``dense``: as in "
+    "``build_attention_cases``."""
     heads, channels = shape
     tokens, scale = sum(lengths), channels**-0.5
     # The order in memory in which projections return them.
     query, key, value = (
-        random_numbers((1, tokens, heads, channels), precision, device).transpose(1, 2) for _ in range(3)
+        draw_random_tensor((1, tokens, heads, channels), precision, device).transpose(1, 2) for _ in range(3)
     )
     boundaries = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     if device.type == "cpu":
@@ -275,8 +284,8 @@ def attention(
     return partial(torch.autograd.grad, output, (query, key, value), torch.randn_like(output), retain_graph=True)
 
 
-def _update(elements: int, device: torch.device) -> Run:
-    weight, gradient, first, second = (random_numbers((elements,), "fp32", device) for _ in range(4))
+def _prepare_update(elements: int, device: torch.device) -> Run:
+    weight, gradient, first, second = (draw_random_tensor((elements,), "fp32", device) for _ in range(4))
     numbers: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
     numbers |= {"amsgrad": False, "maximize": False}
     step = torch.ones((), device=device)
@@ -284,17 +293,17 @@ def _update(elements: int, device: torch.device) -> Run:
     return lambda: torch._fused_adamw_([weight], [gradient], [first], [second], [], [step], **numbers)
 
 
-def _loss(precision: str, logits: int, device: torch.device) -> Run:
+def _prepare_loss(precision: str, logits: int, device: torch.device) -> Run:
     from trainwright.models.linear_losses import Head, linear_cross_entropy
 
     # The minimum width of hidden states: the products are measured separately.
-    hidden = random_numbers((logits // _LOSS_ROW, _LEAST_WIDTH), precision, device)
-    weight = random_numbers((_LOSS_ROW, _LEAST_WIDTH), precision, device)
+    hidden = draw_random_tensor((logits // _LOSS_ROW, _LEAST_WIDTH), precision, device)
+    weight = draw_random_tensor((_LOSS_ROW, _LEAST_WIDTH), precision, device)
     targets = torch.zeros(len(hidden), dtype=torch.int64, device=device)
     return lambda: linear_cross_entropy(Head(hidden, weight, None), targets)
 
 
-def _data(size: tuple[int, int], device: torch.device) -> Run:
+def _prepare_data(size: tuple[int, int], device: torch.device) -> Run:
     sequences, tokens = size
     make = pack([[0] * (tokens // sequences)] * sequences)
     return lambda: make().to(device)
@@ -313,7 +322,7 @@ def pack(sequences: Sequence[list[int]]) -> Callable[[], Batch]:
     return lambda: collate(dataset, micro, packed=True, pad_token_id=0)
 
 
-def host_copy(direction: str, count: int, device: torch.device) -> Run:
+def prepare_host_copy(direction: str, count: int, device: torch.device) -> Run:
     """Return a copy of ``count`` bytes to a GPU or from it."""
     on_gpu = torch.empty(count, dtype=torch.uint8, device=device)
     on_host = torch.empty(count, dtype=torch.uint8, pin_memory=True)
@@ -325,16 +334,18 @@ _CHANNELS = 64  # of a head of attention
 _CPU = torch.device("cpu")
 
 
-def block_case(curve: str, sizes: tuple[float, ...]) -> CalibrationCase:
+def build_block_case(curve: str, sizes: tuple[float, ...]) -> CalibrationCase:
     """Return a pass over a block as a case; ``sizes`` of its sample."""
-    build = partial(replay, MeasuredBlock.of(sizes), curve.endswith("backward"))
+    build = partial(prepare_replay, MeasuredBlock.of(sizes), curve.endswith("backward"))
     return CalibrationCase(curve, sizes, build, typical=True, cold=True)
 
 
-def replay(block: MeasuredBlock, backward: bool) -> Run:
+def prepare_replay(block: MeasuredBlock, backward: bool) -> Run:
     """Return a function that runs the kernels. Each reads tensors of its own, as large as those of the model."""
-    lengths = unequal_lengths(block.sequences, block.length)
-    runs = [_run(kernel, lengths, backward=backward) for kernel in block.kernels for _ in range(kernel.launches)]
+    lengths = vary_lengths(block.sequences, block.length)
+    runs = [
+        _prepare_kernel(kernel, lengths, backward=backward) for kernel in block.kernels for _ in range(kernel.launches)
+    ]
 
     def run_all() -> None:
         for run in runs:
@@ -343,29 +354,31 @@ def replay(block: MeasuredBlock, backward: bool) -> Run:
     return run_all
 
 
-def _run(kernel: Kernel, lengths: tuple[int, ...], *, backward: bool) -> Run:
+def _prepare_kernel(kernel: Kernel, lengths: tuple[int, ...], *, backward: bool) -> Run:
     kind, precision = CURVES[kernel.kind], "bf16" if kernel.width == 2 else "fp32"
     if kind == "product":
-        return _product(kernel, precision, backward)
+        return _prepare_kernel_product(kernel, precision, backward)
     if kind == "attention":  # with as many heads as its FLOPs need
         pairs = sum(length * (length + 1) // 2 for length in lengths)
         heads = round(kernel.flops / kernel.launches / (2 * (5 if backward else 2) * pairs * _CHANNELS))
-        return attention(precision, "backward" if backward else "forward", lengths, (max(1, heads), _CHANNELS), _CPU)
+        return prepare_attention(
+            precision, "backward" if backward else "forward", lengths, (max(1, heads), _CHANNELS), _CPU
+        )
     width = DTYPES[precision].itemsize
     read, written = (max(1, round(size / kernel.launches / width)) for size in (kernel.read, kernel.written))
-    first = random_numbers((written,), precision, _CPU)
+    first = draw_random_tensor((written,), precision, _CPU)
     if kind == "reduction":
-        return partial(torch.sum, random_numbers((written, max(1, read // written)), precision, _CPU), -1)
+        return partial(torch.sum, draw_random_tensor((written, max(1, read // written)), precision, _CPU), -1)
     if kind == "copy":
         return first.clone
     return partial(torch.mul, first, first.clone() if 2 * read >= 3 * written else 1.5)
 
 
-def _product(kernel: Kernel, precision: str, backward: bool) -> Run:
+def _prepare_kernel_product(kernel: Kernel, precision: str, backward: bool) -> Run:
     m, n, k = kernel.m, kernel.n, kernel.k
     if kernel.times > 1:
-        first, second = (random_numbers((kernel.times, *shape), precision, _CPU) for shape in ((m, k), (k, n)))
+        first, second = (draw_random_tensor((kernel.times, *shape), precision, _CPU) for shape in ((m, k), (k, n)))
         return partial(torch.bmm, first, second)
     if not backward:
-        return product(precision, "forward", (m, n, k), _CPU)
-    return product(precision, *(("input", (m, k, n)) if kernel.weights else ("weight", (k, m, n))), _CPU)
+        return prepare_product(precision, "forward", (m, n, k), _CPU)
+    return prepare_product(precision, *(("input", (m, k, n)) if kernel.weights else ("weight", (k, m, n))), _CPU)

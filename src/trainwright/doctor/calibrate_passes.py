@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from trainwright.doctor.calibrate_cases import DTYPES, CalibrationCase, Run, pack, unequal_lengths
-from trainwright.doctor.calibrate_worker import Numbers, non_negative
-from trainwright.machine.describe import cluster_of
+from trainwright.doctor.calibrate_cases import DTYPES, CalibrationCase, Run, pack, vary_lengths
+from trainwright.doctor.calibrate_worker import Numbers, solve_non_negative
+from trainwright.machine.describe import build_cluster
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import Calibration, Exchanged, InStep, ProcessRates
-from trainwright.planning.step_time.basis import MIXED, on_cpu, packed_batch
+from trainwright.planning.step_time.basis import MIXED, build_cpu_pricing, build_packed_batch
 from trainwright.planning.step_time.rates import Rates
-from trainwright.planning.step_time.step import step_time
+from trainwright.planning.step_time.step import estimate_step_time
 from trainwright.planning.step_time.work import DeviceWork
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.trace.units import BatchShape
@@ -77,7 +77,7 @@ class SmallModel(NamedTuple):
     @property
     def batch(self) -> BatchShape:
         """The micro-batch of its sequences."""
-        return packed_batch(unequal_lengths(self.sequences, self.length))
+        return build_packed_batch(vary_lengths(self.sequences, self.length))
 
 
 # Few and many tokens, narrow and wide matrices, short and long sequences; few models, as each is traced.
@@ -99,7 +99,7 @@ _SHARDED = (
 )
 
 
-def pass_cases(world: World) -> Iterator[CalibrationCase]:
+def iterate_pass_cases(world: World) -> Iterator[CalibrationCase]:
     """Yield a forward and backward pass of each model in each precision; its size is its index.
 
     With several processes some are sharded too, to measure communication within a step.
@@ -108,24 +108,24 @@ def pass_cases(world: World) -> Iterator[CalibrationCase]:
         return
     for precision in MIXED:
         for number, model in enumerate(_MODELS):
-            build = partial(_pass, model, precision)
+            build = partial(_prepare_pass, model, precision)
             yield CalibrationCase(f"passes/{precision}", (number,), build, model.held_out, typical=True)
         for number, model in enumerate(_SHARDED if world.size > 1 else ()):
-            build = partial(_sharded_pass, model, precision, world)
+            build = partial(_prepare_sharded_pass, model, precision, world)
             yield CalibrationCase(f"sharded/{precision}", (number,), build, model.held_out, joint=True, typical=True)
 
 
-def in_step(setting: ProcessRates, precision: str, rows: Rows) -> InStep:
+def fit_step_factors(setting: ProcessRates, precision: str, rows: Rows) -> InStep:
     """Return the factors with which the setting's curves predict the measured passes."""
-    works = [_priced(model, precision, setting) for model in _MODELS]
+    works = [_price_passes(model, precision, setting) for model in _MODELS]
     terms = np.array([[w.products, w.attention, w.traffic, w.launches] for w in works])
     rest = np.array([work.loss for work in works])
-    factors, off = _fitted(terms, rest, rows, _IN_STEP)
+    factors, off = _fit_coefficients(terms, rest, rows, _IN_STEP)
     products, attention, traffic, host = factors
     return InStep(products, attention, traffic, host, off)
 
 
-def exchange(setting: ProcessRates, machine: Machine, sharded: Mapping[str, Rows]) -> Exchanged:
+def fit_exchange(setting: ProcessRates, machine: Machine, sharded: Mapping[str, Rows]) -> Exchanged:
     """Return the seconds per collective and the factor on it that predict the measured sharded passes."""
     terms: list[list[float]] = []
     rest: list[float] = []
@@ -133,17 +133,17 @@ def exchange(setting: ProcessRates, machine: Machine, sharded: Mapping[str, Rows
     for precision, measured in sharded.items():
         for model in _SHARDED:
             none, one, twice = (
-                _sharded_seconds(model, precision, replace(setting, exchange=Exchanged(*pair)), machine)
+                _estimate_sharded_seconds(model, precision, replace(setting, exchange=Exchanged(*pair)), machine)
                 for pair in ((0.0, 0.0), (_EXCHANGE[0], 0.0), (0.0, 1.0))
             )
             terms.append([(one - none) / _EXCHANGE[0], twice - none])
             rest.append(none)
         rows += measured
-    (waited, factor), off = _fitted(np.array(terms), np.array(rest), rows, _EXCHANGE)
+    (waited, factor), off = _fit_coefficients(np.array(terms), np.array(rest), rows, _EXCHANGE)
     return Exchanged(waited, factor, off)
 
 
-def _fitted(
+def _fit_coefficients(
     terms: Numbers, rest: Numbers, rows: Rows, usual: Sequence[float]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return coefficients of ``terms`` [M, N], regularized toward ``usual``, and errors of the held-out rows."""
@@ -152,20 +152,20 @@ def _fitted(
     units = np.array(usual)
     relative, aim = terms * units / measured[:, None], 1 - rest / measured
     regularization = _HELD * np.eye(len(units))
-    coefficients = non_negative(
+    coefficients = solve_non_negative(
         np.vstack([relative[used], regularization]), np.append(aim[used], np.full(len(units), _HELD))
     )
     off = np.abs(relative @ coefficients - aim)[~used]
     return tuple(map(float, coefficients * units)), tuple(map(float, off))
 
 
-def _priced(model: SmallModel, precision: str, setting: ProcessRates) -> DeviceWork:
-    trace, pricing = on_cpu(model.traced, model.batch, precision, setting)
+def _price_passes(model: SmallModel, precision: str, setting: ProcessRates) -> DeviceWork:
+    trace, pricing = build_cpu_pricing(model.traced, model.batch, precision, setting)
     loss = DeviceWork(loss=pricing.logits(model.batch.targets * _VOCABULARY))
-    return sum((pricing.pass_and_back(unit) for unit in trace.in_order()), loss)
+    return sum((pricing.price_unit(unit) for unit in trace.list_units()), loss)
 
 
-def _sharded_seconds(model: SmallModel, precision: str, setting: ProcessRates, machine: Machine) -> float:
+def _estimate_sharded_seconds(model: SmallModel, precision: str, setting: ProcessRates, machine: Machine) -> float:
     """Return the seconds of a step of the model without the optimizer."""
     count, tokens = setting.processes, model.batch.tokens
     workload = Workload(
@@ -176,14 +176,14 @@ def _sharded_seconds(model: SmallModel, precision: str, setting: ProcessRates, m
         batch_tokens=count * tokens,
     )
     choice = Choice("fsdp", count, 1, 1, MIXED[precision], threads=setting.threads)
-    cluster = cluster_of(machine)
+    cluster = build_cluster(machine)
     rates = Rates(cluster, Calibration(machine.describe(), "", {}, (setting,), {}))
-    parts = step_time(workload, choice, cluster, rates).parts
+    parts = estimate_step_time(workload, choice, cluster, rates).parts
     return sum(seconds for part, seconds in parts.items() if part not in ("optimizer", "data"))
 
 
-def _pass(model: SmallModel, precision: str) -> Run:
-    module, batch = _built(model, DTYPES[precision])
+def _prepare_pass(model: SmallModel, precision: str) -> Run:
+    module, batch = _build_model(model, DTYPES[precision])
 
     def run() -> None:
         module(batch).backward()
@@ -192,17 +192,17 @@ def _pass(model: SmallModel, precision: str) -> Run:
     return run
 
 
-def _sharded_pass(model: SmallModel, precision: str, world: World) -> Run:
+def _prepare_sharded_pass(model: SmallModel, precision: str, world: World) -> Run:
     import torch
 
-    from trainwright.engine.optimizer import optimizer_factory
+    from trainwright.engine.optimizer import build_optimizer_factory
     from trainwright.parallel.fsdp.fully_sharded import FullySharded
     from trainwright.parallel.strategy import StrategyConfig
     from trainwright.recipe.schema import OptimizerSection
     from trainwright.recipe.sections.parallel import ParallelSection
 
-    module, batch = _built(model, torch.float32)
-    make, parallel = optimizer_factory(OptimizerSection()), ParallelSection(strategy="fsdp")
+    module, batch = _build_model(model, torch.float32)
+    make, parallel = build_optimizer_factory(OptimizerSection()), ParallelSection(strategy="fsdp")
     sharded = FullySharded(StrategyConfig(parallel, world, module, make, DTYPES[precision], module.blocks()))
 
     def run() -> None:
@@ -212,14 +212,14 @@ def _sharded_pass(model: SmallModel, precision: str, world: World) -> Run:
     return run
 
 
-def _built(model: SmallModel, dtype: torch.dtype) -> tuple[CausalLM, Batch]:
+def _build_model(model: SmallModel, dtype: torch.dtype) -> tuple[CausalLM, Batch]:
     from transformers import AutoConfig
 
     from trainwright.models.causal_lm import CausalLM
-    from trainwright.models.load import fresh_model
+    from trainwright.models.load import build_fresh_model
 
-    lengths = unequal_lengths(model.sequences, model.length)
+    lengths = vary_lengths(model.sequences, model.length)
     module = CausalLM(
-        fresh_model(AutoConfig.for_model("llama", **model.config), seed=0, dtype=dtype), packed=True
+        build_fresh_model(AutoConfig.for_model("llama", **model.config), seed=0, dtype=dtype), packed=True
     ).train()
     return module, pack([[token % _VOCABULARY for token in range(length)] for length in lengths])()

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from trainwright.doctor.calibrate_cases import CalibrationCase, Run
-from trainwright.doctor.undisturbed import Stopwatch, Timed, undisturbed
+from trainwright.doctor.undisturbed import Stopwatch, Timed, choose_quantile
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError
 from trainwright.machine.measured.calibration import FORMS, Curve, TimedSample
-from trainwright.machine.vendors import processor_of
+from trainwright.machine.vendors import look_up_processor
 from trainwright.parallel.openmp import limit_spinning
 from trainwright.parallel.world import World, join, leave
 from trainwright.run.process import keep_freed_memory
@@ -77,7 +77,7 @@ def measure(
         parts = cases_of(world)
         cases = [(part, case) for part, of_part in parts.items() for case in of_part]
         measurements: dict[str, Any] = {"samples": {}, "parts": dict.fromkeys(parts, 0.0)}
-        timed = _measured(world, cases, ends, effort, measurements["parts"])
+        timed = _measure_cases(world, cases, ends, effort, measurements["parts"])
         for case, time_of_case in timed:
             row = {"sizes": case.sizes, "seconds": time_of_case.seconds / case.amount, "held_out": case.held_out}
             row["disturbed"] = time_of_case.is_disturbed
@@ -85,7 +85,7 @@ def measure(
         disturbed = sum(time_of_case.is_disturbed for _, time_of_case in timed)
         measurements |= {"disturbed": disturbed / max(1, len(timed)), "number": len(timed)}
         measurements["overlap"] = measure_overlap(world) if effort.fewest is None else 0.0
-        launches = world.gather_floats([_launch_seconds(world.device)])
+        launches = world.gather_floats([_measure_launch_seconds(world.device)])
         measurements["launch"] = statistics.mean(row[0] for row in launches)
         if world.is_main:
             output.write_text(json.dumps(measurements), encoding="utf-8")
@@ -100,7 +100,7 @@ class _Stopped(Exception):
     pass
 
 
-def _measured(
+def _measure_cases(
     world: World,
     cases: Sequence[tuple[str, CalibrationCase]],
     ends: tuple[float, float],
@@ -141,7 +141,7 @@ def _measured(
             parts[part] += time.monotonic() - started
     if not all(rounds[:fewest]) and world.device.type == "cpu":
         return []
-    local = [_of_rounds(case, times) for (_, case), times in zip(cases, rounds, strict=True)]
+    local = [_choose_round(case, times) for (_, case), times in zip(cases, rounds, strict=True)]
     ranks = world.gather_floats([value for timed in local for value in timed])
     results = []
     for index, (_, case) in enumerate(cases):
@@ -151,7 +151,7 @@ def _measured(
     return results
 
 
-def _of_rounds(case: CalibrationCase, times: list[Timed]) -> Timed:
+def _choose_round(case: CalibrationCase, times: list[Timed]) -> Timed:
     """Return the best, or the typical, of a case's rounds, preferring undisturbed ones."""
     usable = sorted(timed for timed in times if not timed.is_disturbed) or sorted(times)
     return usable[int((0.25 if case.typical and not case.cold else 0.0) * len(usable))] if usable else _NOT_TIMED
@@ -164,7 +164,10 @@ def _time(world: World, clock: Stopwatch, case: CalibrationCase, run: Run, slot:
     """Return the seconds of one call, from ``slot`` seconds of calls after an uncounted one."""
     run()
     if world.device.type != "cpu":
-        return Timed(_on_gpu(world.device, run, _calls(case, slot, _on_gpu(world.device, run, 1))), 0.0)
+        return Timed(
+            _measure_on_gpu(world.device, run, _choose_call_count(case, slot, _measure_on_gpu(world.device, run, 1))),
+            0.0,
+        )
     clock.start()
     others = torch.ones(_CACHE // 4) if case.cold else None
 
@@ -177,18 +180,18 @@ def _time(world: World, clock: Stopwatch, case: CalibrationCase, run: Run, slot:
     seconds = first.seconds
     if case.joint:
         seconds, slot = world.broadcast(seconds), slot * _JOINT
-    times = [first, *(timed() for _ in range(_calls(case, slot, seconds) - 1))]
+    times = [first, *(timed() for _ in range(_choose_call_count(case, slot, seconds) - 1))]
     if case.joint:
-        times = _over_ranks(world, times)
-    return undisturbed(times, 0.5 if case.typical and not case.cold else _UNDISTURBED)
+        times = _combine_ranks(world, times)
+    return choose_quantile(times, 0.5 if case.typical and not case.cold else _UNDISTURBED)
 
 
-def _calls(case: CalibrationCase, slot: float, seconds: float) -> int:
+def _choose_call_count(case: CalibrationCase, slot: float, seconds: float) -> int:
     fewest = 2 if case.cold else _FEWEST_TYPICAL if case.typical and slot else 1
     return max(fewest, min(_MOST_CALLS, int(slot / max(seconds, 1e-7))))
 
 
-def _over_ranks(world: World, times: list[Timed]) -> list[Timed]:
+def _combine_ranks(world: World, times: list[Timed]) -> list[Timed]:
     """Combine calls that all ranks make together: if one waits for a core, the others wait for it."""
     rows = world.gather_floats([value for timed in times for value in timed])
     return [
@@ -197,7 +200,7 @@ def _over_ranks(world: World, times: list[Timed]) -> list[Timed]:
     ]
 
 
-def _on_gpu(device: torch.device, run: Callable[[], object], count: int) -> float:
+def _measure_on_gpu(device: torch.device, run: Callable[[], object], count: int) -> float:
     """Return the mean seconds of ``count`` calls by the GPU's own clock."""
     begin, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
     torch.accelerator.synchronize()
@@ -209,7 +212,7 @@ def _on_gpu(device: torch.device, run: Callable[[], object], count: int) -> floa
     return float(begin.elapsed_time(end)) / 1e3 / count
 
 
-def _launch_seconds(device: torch.device) -> float:
+def _measure_launch_seconds(device: torch.device) -> float:
     """Return the host seconds for launching one small kernel, from a chain of them forward and backward."""
     x, scale = torch.ones(8, device=device, requires_grad=True), torch.ones(8, device=device)
     times = []
@@ -232,15 +235,15 @@ _WIDTH = {"cpu": 512, "gpu": 4096}
 _ROUNDS = 3
 
 
-def collective_cases(world: World) -> Iterator[CalibrationCase]:
+def iterate_collective_cases(world: World) -> Iterator[CalibrationCase]:
     """Yield the collectives that strategies use, by the bytes of the full tensor."""
-    used, held_out = _BYTES[processor_of(world.device.type)], _HELD_OUT_BYTES[processor_of(world.device.type)]
+    used, held_out = _BYTES[look_up_processor(world.device.type)], _HELD_OUT_BYTES[look_up_processor(world.device.type)]
     for count in (*used, *held_out) if world.size > 1 else ():
         for name in _BUILDERS:
-            yield collective_of(world, name, count, count in held_out)
+            yield build_collective_case(world, name, count, count in held_out)
 
 
-def collective_of(world: World, name: str, count: int, held_out: bool = False) -> CalibrationCase:
+def build_collective_case(world: World, name: str, count: int, held_out: bool = False) -> CalibrationCase:
     """Return a collective over a tensor of ``count`` bytes."""
     build = partial(_BUILDERS[name], world, count)
     return CalibrationCase(f"collective/{name}", (count,), build, held_out, joint=True)
@@ -250,18 +253,18 @@ def measure_overlap(world: World) -> float:
     """Return the share of an all-reduce that overlaps with matrix products of the same duration, from 0 to 1."""
     if world.size == 1:
         return 0.0
-    reduce = _all_reduce(world, _OVERLAP_BYTES[processor_of(world.device.type)])
-    width = _WIDTH[processor_of(world.device.type)]
+    reduce = _prepare_all_reduce(world, _OVERLAP_BYTES[look_up_processor(world.device.type)])
+    width = _WIDTH[look_up_processor(world.device.type)]
     left = torch.randn(width, width, device=world.device)
-    alone = min(_seconds(world, reduce) for _ in range(_ROUNDS))
-    once = min(_seconds(world, lambda: torch.mm(left, left)) for _ in range(_ROUNDS))
+    alone = min(_measure_seconds(world, reduce) for _ in range(_ROUNDS))
+    once = min(_measure_seconds(world, lambda: torch.mm(left, left)) for _ in range(_ROUNDS))
     count = max(1, round(world.broadcast(alone / once)))
 
     def compute() -> None:
         for _ in range(count):
             torch.mm(left, left)
 
-    tensor = torch.zeros(_OVERLAP_BYTES[processor_of(world.device.type)] // 4, device=world.device)
+    tensor = torch.zeros(_OVERLAP_BYTES[look_up_processor(world.device.type)] // 4, device=world.device)
 
     def both() -> None:
         work = dist.all_reduce(tensor, async_op=True)
@@ -269,13 +272,13 @@ def measure_overlap(world: World) -> float:
         assert work is not None
         work.wait()
 
-    computing = min(_seconds(world, compute) for _ in range(_ROUNDS))
-    together = min(_seconds(world, both) for _ in range(_ROUNDS))
+    computing = min(_measure_seconds(world, compute) for _ in range(_ROUNDS))
+    together = min(_measure_seconds(world, both) for _ in range(_ROUNDS))
     hidden = (alone + computing - together) / min(alone, computing)
     return min(1.0, max(0.0, float(world.broadcast(hidden))))
 
 
-def _seconds(world: World, run: Callable[[], object]) -> float:
+def _measure_seconds(world: World, run: Callable[[], object]) -> float:
     run()
     _finish(world)
     started = time.perf_counter()
@@ -290,33 +293,33 @@ def _finish(world: World) -> None:
     world.barrier()
 
 
-def _all_reduce(world: World, count: int) -> Run:
+def _prepare_all_reduce(world: World, count: int) -> Run:
     tensor = torch.zeros(count // 4, device=world.device)
     return lambda: dist.all_reduce(tensor)
 
 
-def _all_gather(world: World, count: int) -> Run:
+def _prepare_all_gather(world: World, count: int) -> Run:
     part = torch.zeros(count // 4 // world.size, device=world.device)
     full = part.new_empty(len(part) * world.size)
     return lambda: dist.all_gather_single(full, part)
 
 
-def _reduce_scatter(world: World, count: int) -> Run:
+def _prepare_reduce_scatter(world: World, count: int) -> Run:
     part = torch.zeros(count // 4 // world.size, device=world.device)
     full = part.new_zeros(len(part) * world.size)
     return lambda: dist.reduce_scatter_single(part, full)
 
 
-def _broadcast(world: World, count: int) -> Run:
+def _prepare_broadcast(world: World, count: int) -> Run:
     tensor = torch.zeros(count // 4, device=world.device)
     return lambda: dist.broadcast(tensor, src=0)
 
 
 _BUILDERS: dict[str, Callable[[World, int], Run]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "broadcast": _broadcast,
+    "all_reduce": _prepare_all_reduce,
+    "all_gather": _prepare_all_gather,
+    "reduce_scatter": _prepare_reduce_scatter,
+    "broadcast": _prepare_broadcast,
 }
 
 
@@ -326,7 +329,7 @@ Numbers = np.ndarray[Any, np.dtype[np.float64]]
 _FORM = {"product": "product", "collective": "amount", "host": "amount", "loss": "amount", "data": "batch"}
 
 
-def curve_of(name: str, rows: Sequence[Mapping[str, Any]]) -> Curve:
+def build_curve(name: str, rows: Sequence[Mapping[str, Any]]) -> Curve:
     """Return the curve ``name`` through the rows that are not held out.
 
     Each row has ``sizes``, ``seconds`` and ``held_out``.
@@ -335,18 +338,18 @@ def curve_of(name: str, rows: Sequence[Mapping[str, Any]]) -> Curve:
     form = _FORM.get(name.partition("/")[0], "table")
     if form == "table":
         return Curve(form, samples)
-    return Curve(form, samples, fit(form, [sample for sample in samples if not sample.held_out]))
+    return Curve(form, samples, fit_coefficients(form, [sample for sample in samples if not sample.held_out]))
 
 
-def fit(form: str, samples: Sequence[TimedSample]) -> tuple[float, ...]:
+def fit_coefficients(form: str, samples: Sequence[TimedSample]) -> tuple[float, ...]:
     """Return non-negative coefficients with the least sum of squared relative errors."""
     rows = np.array([[term / sample.seconds for term in FORMS[form](*sample.sizes)] for sample in samples])
     scale = rows.max(axis=0)
-    coefficients = non_negative(rows / scale, np.ones(len(samples)))
+    coefficients = solve_non_negative(rows / scale, np.ones(len(samples)))
     return tuple(float(value) for value in coefficients / scale)
 
 
-def non_negative(rows: Numbers, targets: Numbers) -> Numbers:
+def solve_non_negative(rows: Numbers, targets: Numbers) -> Numbers:
     """Return the non-negative x [N] with the least squared error of ``rows`` [M, N] @ x from ``targets`` [M].
 
     See Lawson and Hanson 1974, ch. 23. With few unknowns, every set of non-zero ones is tried.

@@ -11,7 +11,7 @@ from trainwright.cli.command import TrustCode
 from trainwright.cli.recipe import Overrides, RecipeFile
 from trainwright.cli.train import AccelerateFile
 from trainwright.errors import EXIT_MACHINE, EXIT_TRAINING, MachineError, RequestError
-from trainwright.utils.text import plural, ranks_in_words, say
+from trainwright.utils.text import format_plural, format_ranks, say
 
 if TYPE_CHECKING:
     from trainwright.doctor.diagnosis import Diagnosis, LogError, LogText
@@ -95,9 +95,9 @@ def _explain(source: str, as_json: bool) -> None:
     if as_json:
         import json
 
-        say(json.dumps(_values(diagnosis, log), indent=2), wrap=False)
+        say(json.dumps(_convert_diagnosis(diagnosis, log), indent=2), wrap=False)
     else:
-        for line in _lines(diagnosis, log):
+        for line in _format_diagnosis(diagnosis, log):
             say(line)
     if diagnosis.is_unknown_first:
         raise typer.Exit(EXIT_TRAINING)
@@ -113,35 +113,42 @@ def _read(source: str) -> LogText:
     return read_log(source)
 
 
-def _lines(diagnosis: Diagnosis, log: LogText) -> list[str]:
+def _format_diagnosis(diagnosis: Diagnosis, log: LogText) -> list[str]:
     lines: list[str] = []
     cause, unknown = diagnosis.cause, diagnosis.unknown
     if cause is not None:
-        lines += _explanation(diagnosis, cause, log)
+        lines += _format_explanation(diagnosis, cause, log)
     elif unknown is not None and diagnosis.is_unknown_first:
-        from trainwright.doctor.diagnosis import shortened
+        from trainwright.doctor.diagnosis import shorten_line
 
-        location = _location(log, unknown.number, [] if unknown.rank is None else [unknown.rank])
-        lines += [f"not a known error ({location}):", f"  {shortened(unknown.text)}"]
+        location = _format_place(log, unknown.number, [] if unknown.rank is None else [unknown.rank])
+        lines += [f"not a known error ({location}):", f"  {shorten_line(unknown.text)}"]
     else:
         lines.append("no known error found")
     if diagnosis.followed:
-        lines += ["followed by:" if cause or unknown else "found:", *(_short(one, log) for one in diagnosis.followed)]
+        lines += [
+            "followed by:" if cause or unknown else "found:",
+            *(_format_finding(one, log) for one in diagnosis.followed),
+        ]
     if diagnosis.signs:
-        lines += ["also seen:", *(_short(one, log) for one in diagnosis.signs)]
+        lines += ["also seen:", *(_format_finding(one, log) for one in diagnosis.signs)]
     if cause is not None and unknown is not None:
-        from trainwright.doctor.diagnosis import shortened
+        from trainwright.doctor.diagnosis import shorten_line
 
-        lines.append(f"also in the log, but unknown: {_location(log, unknown.number, [])}: {shortened(unknown.text)}")
+        lines.append(
+            f"also in the log, but unknown: {_format_place(log, unknown.number, [])}: {shorten_line(unknown.text)}"
+        )
     if diagnosis.skipped:
-        lines.append(f"the log is long: {plural(diagnosis.skipped, 'line')} that may report errors were not compared")
+        lines.append(
+            f"the log is long: {format_plural(diagnosis.skipped, 'line')} that may report errors were not compared"
+        )
     return lines
 
 
-def _explanation(diagnosis: Diagnosis, cause: LogError, log: LogText) -> list[str]:
+def _format_explanation(diagnosis: Diagnosis, cause: LogError, log: LogText) -> list[str]:
     heading = "only a consequence is in this log" if diagnosis.is_only_follow_up else "cause"
     return [
-        f"{heading}: {cause.error.title} [{cause.error.name}] ({_location(log, cause.line.number, cause.ranks)})",
+        f"{heading}: {cause.error.title} [{cause.error.name}] ({_format_place(log, cause.line.number, cause.ranks)})",
         f"  {cause.excerpt}",
         f"why:    {cause.error.cause}",
         *(f"here:   {detail}" for detail in diagnosis.details),
@@ -149,23 +156,23 @@ def _explanation(diagnosis: Diagnosis, cause: LogError, log: LogText) -> list[st
     ]
 
 
-def _short(finding: LogError, log: LogText) -> str:
-    return f"  {finding.error.title} [{finding.error.name}] ({_location(log, finding.line.number, finding.ranks)})"
+def _format_finding(finding: LogError, log: LogText) -> str:
+    return f"  {finding.error.title} [{finding.error.name}] ({_format_place(log, finding.line.number, finding.ranks)})"
 
 
-def _location(log: LogText, number: int, ranks: list[int]) -> str:
+def _format_place(log: LogText, number: int, ranks: list[int]) -> str:
     file, line = log.place(number)
     where = f"line {line}" if file is None else f"line {line} of {file}"
-    return f"{ranks_in_words(ranks)}, {where}" if ranks else where
+    return f"{format_ranks(ranks)}, {where}" if ranks else where
 
 
-def _values(diagnosis: Diagnosis, log: LogText) -> dict[str, Any]:
+def _convert_diagnosis(diagnosis: Diagnosis, log: LogText) -> dict[str, Any]:
     cause, unknown = diagnosis.cause, diagnosis.unknown
     return {
         "cause": None
         if cause is None
         else {
-            **_finding(cause, log),
+            **_convert_finding(cause, log),
             "cause": cause.error.cause,
             "details": diagnosis.details,
             "fixes": diagnosis.fixes,
@@ -175,29 +182,29 @@ def _values(diagnosis: Diagnosis, log: LogText) -> dict[str, Any]:
         if unknown is None
         else {
             "text": unknown.text,
-            **_line(log, unknown.number),
+            **_convert_line(log, unknown.number),
             "rank": unknown.rank,
             "is_cause": diagnosis.is_unknown_first,
         },
-        "followed": [_finding(finding, log) for finding in diagnosis.followed],
-        "signs": [_finding(finding, log) for finding in diagnosis.signs],
+        "followed": [_convert_finding(finding, log) for finding in diagnosis.followed],
+        "signs": [_convert_finding(finding, log) for finding in diagnosis.signs],
         "skipped": diagnosis.skipped,
     }
 
 
-def _finding(finding: LogError, log: LogText) -> dict[str, Any]:
+def _convert_finding(finding: LogError, log: LogText) -> dict[str, Any]:
     return {
         "name": finding.error.name,
         "title": finding.error.title,
         "role": finding.error.role.name.lower(),
-        **_line(log, finding.line.number),
+        **_convert_line(log, finding.line.number),
         "ranks": finding.ranks,
         "excerpt": finding.excerpt,
         "count": finding.count,
     }
 
 
-def _line(log: LogText, number: int) -> dict[str, Any]:
+def _convert_line(log: LogText, number: int) -> dict[str, Any]:
     """Return the place of a line; with its file if the log has several."""
     file, line = log.place(number)
     return {"line": line} if file is None else {"line": line, "file": str(file)}
@@ -233,10 +240,10 @@ def calibrate(as_json: Annotated[bool, typer.Option("--json", help="Print JSON."
     import json
 
     from trainwright.doctor.calibrate import calibrate as measure
-    from trainwright.doctor.calibrate import lines
+    from trainwright.doctor.calibrate import format_calibration
     from trainwright.machine.detect import detect
-    from trainwright.machine.measured.calibration import as_json as values
-    from trainwright.machine.measured.calibration import calibration_file, save_if_reliable
+    from trainwright.machine.measured.calibration import locate_calibration, save_if_reliable
+    from trainwright.machine.measured.calibration import to_json as values
 
     machine = detect()
     calibration = measure(machine, say=lambda text: say(text, file=sys.stderr))
@@ -244,8 +251,8 @@ def calibrate(as_json: Annotated[bool, typer.Option("--json", help="Print JSON."
     if as_json:
         say(json.dumps(values(calibration), indent=1), wrap=False)
     else:
-        for line in lines(calibration):
+        for line in format_calibration(calibration):
             say(line)
     if refused is not None:
         raise MachineError(refused)
-    say(f"kept in {calibration_file(machine)}", file=sys.stderr if as_json else sys.stdout)
+    say(f"kept in {locate_calibration(machine)}", file=sys.stderr if as_json else sys.stdout)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from trainwright.run.shutdown.known_errors import KnownError, Role, known_error
-from trainwright.utils.paths import files_inside, open_inside
-from trainwright.utils.text import ranks_in_words
+from trainwright.run.shutdown.known_errors import KnownError, Role, find_known_error
+from trainwright.utils.paths import list_files_inside, open_inside
+from trainwright.utils.text import format_ranks
 
 # A line without any of these words reports no known error; most lines of a log are progress.
 _WORDS = (
@@ -44,7 +44,7 @@ class LogError:
     @property
     def excerpt(self) -> str:
         """The first line, shortened."""
-        return shortened(self.line.text)
+        return shorten_line(self.line.text)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Diagnosis:
     @property
     def fixes(self) -> tuple[str, ...]:
         """What to do about the cause."""
-        return () if self.cause is None else self.cause.error.fixes_of(own=self.is_own)
+        return () if self.cause is None else self.cause.error.list_fixes(own=self.is_own)
 
     @property
     def is_only_follow_up(self) -> bool:
@@ -85,31 +85,31 @@ class Diagnosis:
 def explain(text: str) -> Diagnosis:
     """Find the error in a log that explains the others."""
     log = read_log(text)
-    findings, explained, skipped = _findings(log.lines)
+    findings, explained, skipped = _find_errors(log.lines)
     errors = sorted(
         (finding for finding in findings if finding.error.role <= Role.FOLLOW_UP),
         key=lambda finding: (finding.error.role, finding.line.number),
     )
-    unknown = _first_unknown(log, explained)
-    is_unknown_first = unknown is not None and _comes_before(unknown, errors)
+    unknown = _find_first_unknown(log, explained)
+    is_unknown_first = unknown is not None and _is_cause(unknown, errors)
     signs = [finding for finding in findings if finding.error.role > Role.FOLLOW_UP]
     followed = errors if is_unknown_first else errors[1:]
     cause = None if is_unknown_first or not errors else errors[0]
     if cause is None and not is_unknown_first:
         cause = next((sign for sign in signs if sign.error.role is Role.SIGN), None)
         signs = [sign for sign in signs if sign is not cause]
-    details = details_of(cause.error.name, log.lines) if cause is not None else []
+    details = list_details(cause.error.name, log.lines) if cause is not None else []
     is_ours = _OWN.search(text) is not None
     return Diagnosis(cause, details, unknown, is_unknown_first, followed, signs, is_ours, skipped)
 
 
-def shortened(text: str) -> str:
+def shorten_line(text: str) -> str:
     """Return a line of a log with at most 400 characters."""
     text = text.strip()
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 4]} ..."
 
 
-def _findings(lines: Sequence[Line]) -> tuple[list[LogError], set[int], int]:
+def _find_errors(lines: Sequence[Line]) -> tuple[list[LogError], set[int], int]:
     """Return the known errors in the order of their first lines, the numbers of all lines that have one, and how many
     lines were not compared.
     """
@@ -127,7 +127,7 @@ def _findings(lines: Sequence[Line]) -> tuple[list[LogError], set[int], int]:
             if remaining < 0:
                 skipped += 1
                 continue
-            compared[key] = known_error(line.text, is_notice=line.kind is LineKind.NOTICE)
+            compared[key] = find_known_error(line.text, is_notice=line.kind is LineKind.NOTICE)
         error = compared[key]
         if error is None:
             continue
@@ -142,13 +142,13 @@ def _findings(lines: Sequence[Line]) -> tuple[list[LogError], set[int], int]:
     return list(errors.values()), explained, skipped
 
 
-def _first_unknown(log: Log, explained: set[int]) -> Raised | None:
+def _find_first_unknown(log: Log, explained: set[int]) -> Raised | None:
     """Return the first exception that, with those that led to it, has no line of a known error."""
     explained_chains = {raised.chain for raised in log.raised if raised.lines & explained}
     return next((raised for raised in log.raised if raised.chain not in explained_chains), None)
 
 
-def _comes_before(unknown: Raised, errors: Sequence[LogError]) -> bool:
+def _is_cause(unknown: Raised, errors: Sequence[LogError]) -> bool:
     """Return whether the unknown exception is the cause: no known cause, and no known error of a process before it."""
     if not errors or errors[0].error.role is Role.FOLLOW_UP:
         return True
@@ -177,40 +177,40 @@ _PROGRESS = re.compile(
 )
 
 
-def details_of(name: str, lines: Sequence[Line]) -> list[str]:
+def list_details(name: str, lines: Sequence[Line]) -> list[str]:
     """Return what the log says about the cause with this name."""
     find = _DETAILS.get(name)
     return find(lines) if find is not None else []
 
 
-def _memory(lines: Sequence[Line]) -> list[str]:
+def _describe_memory(lines: Sequence[Line]) -> list[str]:
     line = next((line for line in lines if _ASKED.search(line.text)), None)
     if line is None:
         return []
     statements = []
     amounts = {"requested": _ASKED, "free": _FREE, "total": _CAPACITY}
-    listed = [f"{amount} {name}" for name, pattern in amounts.items() if (amount := _first(pattern, line.text))]
+    listed = [f"{amount} {name}" for name, pattern in amounts.items() if (amount := _find_first(pattern, line.text))]
     statements.append(f"{', '.join(listed)} on the GPU")
-    unused, requested = _bytes(_UNUSED, line.text), _bytes(_ASKED, line.text)
+    unused, requested = _parse_bytes(_UNUSED, line.text), _parse_bytes(_ASKED, line.text)
     if unused is not None and requested is not None and unused >= requested:
         statements.append(
-            f"{_first(_UNUSED, line.text)} are reserved but unused, in blocks that are too small: "
+            f"{_find_first(_UNUSED, line.text)} are reserved but unused, in blocks that are too small: "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids this fragmentation"
         )
     users = {statements[0] for statements in re.findall(r"Process (\d+) has", line.text)}
-    others = _first(_OTHERS, line.text)
+    others = _find_first(_OTHERS, line.text)
     if others and ("including non-PyTorch memory" not in line.text or len(users) > 1):
         statements.append(f"another process on the same GPU has {others}: see nvidia-smi")
     return statements
 
 
-def _first(pattern: re.Pattern[str], text: str) -> str | None:
+def _find_first(pattern: re.Pattern[str], text: str) -> str | None:
     match = pattern.search(text)
     return " ".join(group for group in match.groups() if group) if match else None
 
 
-def _bytes(pattern: re.Pattern[str], text: str) -> float | None:
-    amount = _first(pattern, text)
+def _parse_bytes(pattern: re.Pattern[str], text: str) -> float | None:
+    amount = _find_first(pattern, text)
     if amount is None:
         return None
     number, unit = amount.split()
@@ -226,7 +226,7 @@ class _Waited:
     sizes: str
 
 
-def _waiting(lines: Sequence[Line]) -> list[str]:
+def _describe_waiting(lines: Sequence[Line]) -> list[str]:
     waited: dict[int, _Waited] = {}
     enqueued: dict[int, int] = {}
     for line in lines:
@@ -240,15 +240,15 @@ def _waiting(lines: Sequence[Line]) -> list[str]:
             enqueued.setdefault(int(match["rank"]), int(match["enqueued"]))
     if not waited:
         return []
-    return [_where(waited), *_behind(waited, enqueued), *_absent(waited, lines)]
+    return [_describe_calls(waited), *_list_ranks_behind(waited, enqueued), *_list_absent_ranks(waited, lines)]
 
 
-def _where(waited: dict[int, _Waited]) -> str:
+def _describe_calls(waited: dict[int, _Waited]) -> str:
     places: dict[_Waited, list[int]] = {}
     for rank, call in sorted(waited.items()):
         places.setdefault(call, []).append(rank)
     listed = [
-        f"{ranks_in_words(ranks)} in collective {call.number} ({call.kind}{call.sizes})"
+        f"{format_ranks(ranks)} in collective {call.number} ({call.kind}{call.sizes})"
         for call, ranks in sorted(places.items(), key=lambda item: item[0].number)
     ]
     same_number = len({call.number for call in places}) < len(places)
@@ -256,27 +256,25 @@ def _where(waited: dict[int, _Waited]) -> str:
     return f"waited: {'; '.join(listed)}{disagree}"
 
 
-def _behind(waited: dict[int, _Waited], enqueued: dict[int, int]) -> list[str]:
+def _list_ranks_behind(waited: dict[int, _Waited], enqueued: dict[int, int]) -> list[str]:
     """Return which ranks had called fewer collectives than the others."""
     calls = enqueued if len(enqueued) > 1 else {rank: call.number for rank, call in waited.items()}
     highest, fewest = max(calls.values()), min(calls.values())
     if highest == fewest:
         return []
     last = sorted(rank for rank, number in calls.items() if number == fewest)
-    return [
-        f"{ranks_in_words(last)} had called {fewest} collectives, others up to {highest}: check what it did instead"
-    ]
+    return [f"{format_ranks(last)} had called {fewest} collectives, others up to {highest}: check what it did instead"]
 
 
-def _absent(waited: dict[int, _Waited], lines: Sequence[Line]) -> list[str]:
+def _list_absent_ranks(waited: dict[int, _Waited], lines: Sequence[Line]) -> list[str]:
     ranks = {line.rank for line in lines if line.rank is not None} | set(waited)
     absent = sorted(set(range(max(ranks) + 1)) - set(waited))
     if not absent or len(waited) < 2 or len(absent) > len(waited):
         return []
-    return [f"no timeout was reported by {ranks_in_words(absent)}: check there first"]
+    return [f"no timeout was reported by {format_ranks(absent)}: check there first"]
 
 
-def _reported(lines: Sequence[Line]) -> list[str]:
+def _describe_first_failure(lines: Sequence[Line]) -> list[str]:
     """Return which process the launcher reports as the first to fail."""
     in_root_cause = False
     rank = None
@@ -292,11 +290,11 @@ def _reported(lines: Sequence[Line]) -> list[str]:
 
 
 _DETAILS: dict[str, Callable[[Sequence[Line]], list[str]]] = {
-    "gpu-out-of-memory": _memory,
-    "nccl-timeout": _waiting,
-    "launcher-report": _reported,
-    "killed": _reported,
-    "crashed": _reported,
+    "gpu-out-of-memory": _describe_memory,
+    "nccl-timeout": _describe_waiting,
+    "launcher-report": _describe_first_failure,
+    "killed": _describe_first_failure,
+    "crashed": _describe_first_failure,
 }
 
 
@@ -397,7 +395,7 @@ def read_log(text: str) -> Log:
     reported: int | None = None
     is_other_failure = False
     for number, raw in _split(text):
-        shown, label, prefix = _without_prefixes(raw)
+        shown, label, prefix = _remove_prefixes(raw)
         state = states.setdefault(label, _State())
         is_other_failure = shown == _OTHER_FAILURES or (is_other_failure and shown != _FIRST_FAILURE)
         if match := _REPORTED_RANK.match(shown):
@@ -405,7 +403,7 @@ def read_log(text: str) -> Log:
         elif not shown[:1].isspace():
             reported = None
         rank = next((r for r in (label, reported, _rank_in(shown)) if r is not None), None)
-        kind = LineKind.SOURCE if is_other_failure else _kind(shown, prefix, state, log, number, rank)
+        kind = LineKind.SOURCE if is_other_failure else _classify_line(shown, prefix, state, log, number, rank)
         log.lines.append(Line(number, shown, rank, kind))
     return log
 
@@ -423,7 +421,7 @@ def _split(text: str) -> Iterator[tuple[int, str]]:
             yield number, f"[rank{match['rank']}]: {part[match.end() :]}" if match else part
 
 
-def _without_prefixes(line: str) -> tuple[str, int | None, str]:
+def _remove_prefixes(line: str) -> tuple[str, int | None, str]:
     """Return the line without its prefixes, the rank in them, and the prefixes."""
     rank, start = None, 0
     while match := next((m for p in _PREFIXES if (m := p.match(line, start)) and m.end() > start), None):
@@ -437,7 +435,7 @@ def _rank_in(text: str) -> int | None:
     return next((int(match[1]) for pattern in _RANKS if (match := pattern.search(text))), None)
 
 
-def _kind(shown: str, prefix: str, state: _State, log: Log, number: int, rank: int | None) -> LineKind:
+def _classify_line(shown: str, prefix: str, state: _State, log: Log, number: int, rank: int | None) -> LineKind:
     """Return the kind of a line; record exceptions and update the state of this rank's output."""
     if _IGNORED in shown:
         state.is_ignored = True
@@ -457,7 +455,7 @@ def _kind(shown: str, prefix: str, state: _State, log: Log, number: int, rank: i
         return LineKind.SOURCE
     if _EXCEPTION.match(shown) or (state.in_traceback and _AFTER_TRACEBACK.match(shown)):
         return _begin(shown, state, log, number, rank)
-    if _continues(shown, prefix, state):
+    if _is_continuation(shown, prefix, state):
         assert state.current is not None
         state.current.lines.add(number)
         return LineKind.PLAIN
@@ -481,7 +479,7 @@ def _begin(shown: str, state: _State, log: Log, number: int, rank: int | None) -
     return LineKind.PLAIN
 
 
-def _continues(shown: str, prefix: str, state: _State) -> bool:
+def _is_continuation(shown: str, prefix: str, state: _State) -> bool:
     """Return whether the line belongs to the message of the exception before it."""
     if state.current is None:
         return False
@@ -527,19 +525,19 @@ def read_file(file: Path) -> str:
 
 def read_run(run: Path) -> LogText:
     """Return the logs of a run. Raises OSError if one cannot be read, or if there is none."""
-    names = sorted((name for name in files_inside(run, "logs") if name.endswith(".log")), key=_order)
+    names = sorted((name for name in list_files_inside(run, "logs") if name.endswith(".log")), key=_compute_sort_key)
     if not names:
         raise FileNotFoundError(f"there are no logs in {run / 'logs'}")
-    return _joined(run, names)
+    return _join_logs(run, names)
 
 
-def _order(name: str) -> tuple[int, int, str]:
+def _compute_sort_key(name: str) -> tuple[int, int, str]:
     rank = _RANK.fullmatch(name)
     kind = 0 if _FIRST.fullmatch(name) else 2 if _LAST.fullmatch(name) else 1
     return kind, int(rank[1]) if rank else -1, name
 
 
-def _joined(run: Path, names: Iterable[str]) -> LogText:
+def _join_logs(run: Path, names: Iterable[str]) -> LogText:
     lines: list[str] = []
     places = []
     for name in names:

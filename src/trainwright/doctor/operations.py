@@ -12,20 +12,20 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.api.recipe import Recipe, source_of
+from trainwright.api.recipe import Recipe, extract_source
 from trainwright.api.separate_process import run_in_process
-from trainwright.doctor.checks.check import CheckContext, MachineReport, checks_named, examine
+from trainwright.doctor.checks.check import CheckContext, MachineReport, run_checks, select_checks
 from trainwright.doctor.diagnosis import Diagnosis, LogText, read_file, read_run
 from trainwright.doctor.diagnosis import explain as diagnose
 from trainwright.errors import MachineError, RequestError
-from trainwright.machine.accelerators import with_device
+from trainwright.machine.accelerators import restrict_to_device
 from trainwright.machine.detect import detect
 from trainwright.recipe.arguments import check_argument
 from trainwright.recipe.registries import LAUNCHERS
 from trainwright.recipe.sections.fields import Count
 from trainwright.run.shutdown.stop import Stopping
-from trainwright.utils.activity import Activity, doing
-from trainwright.utils.paths import user_path
+from trainwright.utils.activity import Activity, begin_activity
+from trainwright.utils.paths import expand_user_path
 
 if TYPE_CHECKING:
     from trainwright.api.run import Run
@@ -73,36 +73,36 @@ class MachineRequest:
 
 def examine_machine(request: MachineRequest) -> MachineReport:
     """Run the checks in this process, whose standard output gets nothing. Changes this process."""
-    checks = checks_named(request.checks)
-    directories = tuple(_directory(name) for name in request.directories) or tuple(_usual_directories())
+    checks = select_checks(request.checks)
+    directories = tuple(_check_directory(name) for name in request.directories) or tuple(_iterate_usual_directories())
     with (
         tempfile.TemporaryDirectory(prefix="trainwright-doctor-", ignore_cleanup_errors=True) as work,
         Stopping("stopping after this check") as stopping,
-        _output_to_errors(),
+        _redirect_output(),
     ):
         variables = dict(os.environ)
         context = CheckContext(detect(), directories, request.ports, Path(work), stopping, variables=variables)
-        return examine(checks, context)
+        return run_checks(checks, context)
 
 
-def _directory(name: str) -> Path:
-    path = user_path(name)
+def _check_directory(name: str) -> Path:
+    path = expand_user_path(name)
     if not os.path.isdir(path):
         raise RequestError(f"--directory: {name} is not a directory, or this user cannot enter it")
     return path.resolve()
 
 
-def _usual_directories() -> Iterator[Path]:
-    from trainwright.machine.cache import cache_root
+def _iterate_usual_directories() -> Iterator[Path]:
+    from trainwright.machine.cache import find_cache_root
 
     yield Path.cwd()
     with suppress(MachineError):  # no home directory
-        yield cache_root().absolute()
+        yield find_cache_root().absolute()
     yield Path(tempfile.gettempdir()).resolve()
 
 
 @contextmanager
-def _output_to_errors() -> Iterator[None]:
+def _redirect_output() -> Iterator[None]:
     """Send what child processes print to standard error, as standard output is for the report."""
     sys.stdout.flush()
     original = os.dup(1)
@@ -142,7 +142,7 @@ def read_log(log: Run | str | PathLike[str]) -> LogText:
     Raises:
         RequestError: it cannot be read.
     """
-    path = user_path(log)
+    path = expand_user_path(log)
     try:
         return read_run(path) if path.is_dir() else LogText(read_file(Path(path)))
     except OSError as error:
@@ -167,7 +167,7 @@ def verify(
         progress: show both runs and the table.
 
     Returns:
-        The steps of both: `Comparison.is_same`, and as text `Comparison.verdict`.
+        The steps of both: `Comparison.is_same`, and as text `Comparison.describe_verdict`.
 
     Raises:
         RequestError: the recipe is invalid, or runs on one process.
@@ -183,7 +183,7 @@ def verify(
     """
     config = None if accelerate_config is None else Path(accelerate_config)
     check_argument("steps", Count, steps)
-    return run_in_process(compare, VerifyRequest(source_of(recipe), overrides, steps, config), progress=progress)
+    return run_in_process(compare, VerifyRequest(extract_source(recipe), overrides, steps, config), progress=progress)
 
 
 @dataclass(frozen=True)
@@ -199,24 +199,24 @@ class VerifyRequest:
 def compare(options: VerifyRequest) -> Comparison:
     """Run both sides and show them on standard output. Changes this process."""
     from trainwright.run.group.environment import refuse_worker
-    from trainwright.run.request import check_request, request_of, resolve_request
+    from trainwright.run.request import build_request, check_request, resolve_request
 
     refuse_worker("verify")
     file = options.accelerate_config
-    settings = None if file is None else _settings_of(file, options.overrides)
+    settings = None if file is None else _read_launcher_settings(file, options.overrides)
     with Activity(sys.stderr, "planning"):
-        request = request_of(options.recipe, list(options.overrides), None, settings)
+        request = build_request(options.recipe, list(options.overrides), None, settings)
         # Check the second side before the first one runs, so that the user does not wait in vain.
         check_request(request, creates=False)
-        machine = with_device(detect(), request.recipe.parallel.device)
+        machine = restrict_to_device(detect(), request.recipe.parallel.device)
         resolved = resolve_request(request, machine).recipe
-        doing("importing torch and transformers")
+        begin_activity("importing torch and transformers")
         from trainwright.doctor.verify import verify as compared
 
     return compared(resolved, machine, options.steps, sys.stdout)
 
 
-def _settings_of(file: Path, overrides: tuple[str, ...]) -> LauncherSettings:
+def _read_launcher_settings(file: Path, overrides: tuple[str, ...]) -> LauncherSettings:
     alone = any(word.startswith("parallel.num_processes=") for word in overrides)
     settings: LauncherSettings = LAUNCHERS.get("accelerate").of_file(file, overrides, nodes=1 if alone else None)
     if settings.nodes > 1:

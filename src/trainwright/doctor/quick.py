@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any
 
 from trainwright.doctor import calibrate_cases
-from trainwright.doctor.calibrate import Measuring, ProcessSetting, now
+from trainwright.doctor.calibrate import Measuring, ProcessSetting, format_current_time
 from trainwright.doctor.calibrate_cases import CalibrationCase
-from trainwright.doctor.calibrate_worker import Cases, Effort, collective_of, curve_of
+from trainwright.doctor.calibrate_worker import Cases, Effort, build_collective_case, build_curve
 from trainwright.errors import TrainwrightError
-from trainwright.machine.measured.calibration import Calibration, ProcessRates, as_json
-from trainwright.machine.vendors import processor_of
+from trainwright.machine.measured.calibration import Calibration, ProcessRates, to_json
+from trainwright.machine.vendors import look_up_processor
 from trainwright.models.linear_losses import linear_cross_entropy  # noqa: F401  (imported once for all)
 from trainwright.parallel.world import World
 from trainwright.run.shutdown.stop import Stopping
@@ -44,23 +44,25 @@ def main() -> None:
     started = time.monotonic()
     imported = started - request["begun"]
     end = started + max(_LEAST_SECONDS, request["seconds"] - _AFTERWARDS - imported)
-    settings = [ProcessSetting(1, None)] if request["device"] != "cpu" else settings_of(request["cores"])
+    settings = [ProcessSetting(1, None)] if request["device"] != "cpu" else choose_settings(request["cores"])
     with Stopping("stopping") as stopping:
         try:
-            measuring = Measuring(request["device"], partial(_cases, request), _EFFORT, stopping)
+            measuring = Measuring(request["device"], partial(_build_cases, request), _EFFORT, stopping)
             measurements = measuring.run(settings, end, started + _LIMIT)
         except TrainwrightError as error:
             sys.exit(str(error))
     pairs = [pair for pair in zip(settings, measurements, strict=True) if pair[1]["samples"]]
-    rates = tuple(_rates(setting, measured, request["before"]) for setting, measured in pairs)
+    rates = tuple(_fit_rates(setting, measured, request["before"]) for setting, measured in pairs)
     number = sum(measured["number"] for _, measured in pairs)
     disturbance = sum(measured["disturbed"] * measured["number"] for _, measured in pairs) / max(1, number)
     parts = {"imports": imported, "measuring": time.monotonic() - started}
-    calibration = Calibration(request["machine"], now(), request["versions"], rates, parts, disturbance)
-    json.dump(as_json(calibration), sys.stdout)
+    calibration = Calibration(request["machine"], format_current_time(), request["versions"], rates, parts, disturbance)
+    json.dump(to_json(calibration), sys.stdout)
 
 
-def _rates(setting: ProcessSetting, measured: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> ProcessRates:
+def _fit_rates(
+    setting: ProcessSetting, measured: Mapping[str, Any], before: Sequence[Mapping[str, Any]]
+) -> ProcessRates:
     """Return the setting, including earlier measurements of products and blocks of other shapes.
 
     Of a curve only undisturbed samples count, if there are any.
@@ -73,11 +75,11 @@ def _rates(setting: ProcessSetting, measured: Mapping[str, Any], before: Sequenc
     for name, rows in measured["samples"].items():
         undisturbed = [row for row in rows if not row["disturbed"]] or rows
         curves.setdefault(name, {}).update((tuple(row["sizes"]), row) for row in undisturbed)
-    fitted = {name: curve_of(name, list(samples.values())) for name, samples in curves.items()}
+    fitted = {name: build_curve(name, list(samples.values())) for name, samples in curves.items()}
     return ProcessRates(*setting, fitted, launch=measured["launch"])
 
 
-def settings_of(cores: int) -> list[ProcessSetting]:
+def choose_settings(cores: int) -> list[ProcessSetting]:
     """Return the settings to measure on ``cores`` cores, the most important first in case time runs out.
 
     They are one process with one, all and two threads; as many processes as cores; and two processes that share the
@@ -93,34 +95,36 @@ def settings_of(cores: int) -> list[ProcessSetting]:
     return list(dict.fromkeys(some))
 
 
-def _cases(request: Mapping[str, Any], setting: ProcessSetting, world: World) -> Cases:
+def _build_cases(request: Mapping[str, Any], setting: ProcessSetting, world: World) -> Cases:
     """Return the cases of a setting, the most important first in case time runs out.
 
     They are the model's own products, its block, and one or two sizes of the other operations of a step.
     """
     device = world.device
-    kind = processor_of(device.type)
+    kind = look_up_processor(device.type)
     cases: list[CalibrationCase] = []
     for number, (wide, narrow) in enumerate(request["widths"]):
         for precision in calibrate_cases.PRECISIONS[kind]:
             tokens = _OPERATIONS[kind] / (2 * wide * narrow)
             tokens = 2 ** int(math.log2(min(_MOST[kind], max(_FEWEST[kind], tokens))))
             for few in (tokens, max(_FEWEST[kind], tokens // 4)):
-                cases += calibrate_cases.products_of((few, wide, narrow), precision, device)
+                cases += calibrate_cases.build_product_cases((few, wide, narrow), precision, device)
         # The factors of a step depend little on how the cores are shared.
         if not number and world.size == 1 and setting.threads == request["cores"]:
-            cases += [calibrate_cases.block_case(curve, tuple(sizes)) for curve, sizes in request["block"]]
+            cases += [calibrate_cases.build_block_case(curve, tuple(sizes)) for curve, sizes in request["block"]]
     small, large = _ELEMENTS[kind]
     for precision in ("fp32", "bf16"):
-        cases += [calibrate_cases.traffic_of(precision, name, small, device) for name in calibrate_cases.KINDS]
-        cases += calibrate_cases.attention_of(precision, request["length"], device, _ATTENTION[kind], dense=True)
-        cases.append(calibrate_cases.loss_of(precision, _LOGITS[kind], device))
+        cases += [calibrate_cases.build_traffic_case(precision, name, small, device) for name in calibrate_cases.KINDS]
+        cases += calibrate_cases.build_attention_cases(
+            precision, request["length"], device, _ATTENTION[kind], dense=True
+        )
+        cases.append(calibrate_cases.build_loss_case(precision, _LOGITS[kind], device))
     cases += [
-        calibrate_cases.traffic_of("fp32", "copy", large, device),
-        calibrate_cases.optimizer_of(_UPDATED[kind], device),
+        calibrate_cases.build_traffic_case("fp32", "copy", large, device),
+        calibrate_cases.build_optimizer_case(_UPDATED[kind], device),
     ]
     if world.size > 1:
-        cases += [collective_of(world, "all_reduce", size) for size in _MESSAGES]
+        cases += [build_collective_case(world, "all_reduce", size) for size in _MESSAGES]
     unique = {(case.curve, case.sizes): case for case in cases}
     return {"measuring": list(unique.values())}
 

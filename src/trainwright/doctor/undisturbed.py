@@ -67,7 +67,7 @@ class Stopwatch:
         return seconds
 
 
-def undisturbed(times: list[Timed], share: float) -> Timed:
+def choose_quantile(times: list[Timed], share: float) -> Timed:
     """Return the call that ``share`` of the undisturbed calls are faster than.
 
     If all are disturbed, as long calls are while another program uses the cores all the time, their waiting time is
@@ -80,6 +80,6 @@ def undisturbed(times: list[Timed], share: float) -> Timed:
     return corrected[len(corrected) // 2]
 
 
-def least(times: list[Timed]) -> Timed:
+def choose_shortest(times: list[Timed]) -> Timed:
     """Return the shortest undisturbed call, or the shortest if all are disturbed."""
     return min(times, key=lambda timed: (timed.is_disturbed, timed.seconds))

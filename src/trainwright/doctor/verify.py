@@ -22,11 +22,11 @@ from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.model import ModelSection
 from trainwright.recipe.sections.parallel import ParallelSection
 from trainwright.run import run_directory
-from trainwright.run.observers.progress import Remaining, progress_on
-from trainwright.run.process import console, preload_worker, prepare, prepare_environment, run_in_child
+from trainwright.run.observers.progress import Remaining, build_progress
+from trainwright.run.process import find_console, preload_worker, prepare, prepare_environment, run_in_child
 from trainwright.run.shutdown.stop import Stopping
 from trainwright.utils import text
-from trainwright.utils.text import count, say, size
+from trainwright.utils.text import format_bytes, format_count, say
 
 _SHOW_SECONDS = 5.0
 _BYTES = 16  # of a parameter: fp32 master weight, gradient and AdamW's two moments
@@ -44,7 +44,7 @@ class ComparedRun:
     @property
     def processes(self) -> int:
         """The number of processes."""
-        return _processes(self.recipe)
+        return _read_process_count(self.recipe)
 
 
 def verify(recipe: RecipeSchema, machine: Machine, steps: int, out: TextIO) -> Comparison:
@@ -56,15 +56,15 @@ def verify(recipe: RecipeSchema, machine: Machine, steps: int, out: TextIO) -> C
         TrainingError: one of the runs failed; the output of both is kept.
         Stopped: a stop was requested.
     """
-    reference = reference_of(recipe)
-    prepare_environment(machine.cpu_cores, _processes(recipe))
+    reference = build_reference(recipe)
+    prepare_environment(machine.cpu_cores, _read_process_count(recipe))
     directory, is_kept = Path(tempfile.mkdtemp(prefix="trainwright-verify-")), False
     try:
         with Stopping("stopping after this step") as stopping:
             preload_worker(recipe)
-            model = _prepared_model(recipe, machine, directory, stopping, out)
+            model = _prepare_model(recipe, machine, directory, stopping, out)
             sides = [
-                ComparedRun(_name(each), each.model_copy(update={"model": model}), directory / name)
+                ComparedRun(_name_run(each), each.model_copy(update={"model": model}), directory / name)
                 for each, name in ((reference, "reference"), (recipe, "chosen"))
             ]
             try:
@@ -80,13 +80,13 @@ def verify(recipe: RecipeSchema, machine: Machine, steps: int, out: TextIO) -> C
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def reference_of(recipe: RecipeSchema) -> RecipeSchema:
+def build_reference(recipe: RecipeSchema) -> RecipeSchema:
     """Return the same run on one process: the same global batches, divided into the same micro-batches.
 
     Raises:
         RequestError: the recipe already runs on one process.
     """
-    processes, train = _processes(recipe), recipe.train
+    processes, train = _read_process_count(recipe), recipe.train
     one = ParallelSection(strategy="single", num_processes=1)
     if recipe.parallel.is_one_process:
         raise RequestError(
@@ -102,7 +102,7 @@ def reference_of(recipe: RecipeSchema) -> RecipeSchema:
     return type(recipe).model_validate(values)
 
 
-def _prepared_model(
+def _prepare_model(
     recipe: RecipeSchema, machine: Machine, directory: Path, stopping: Stopping, out: TextIO
 ) -> ModelSection:
     """Cache data and weights, and return a model that one process can train."""
@@ -119,13 +119,13 @@ def _prepare(recipe: RecipeSchema, machine: Machine, directory: Path) -> None:
     run_directory.record(directory, dump_recipe(recipe), directory.name, [])
     prepare(directory)
     model, cut = (
-        _fitting_model(recipe.model, machine, directory / "model") if recipe.has_texts else (recipe.model, None)
+        _choose_fitting_model(recipe.model, machine, directory / "model") if recipe.has_texts else (recipe.model, None)
     )
     answer = {"model": model.model_dump(), "cut": cut}
     (directory / "model.json").write_text(json.dumps(answer), encoding="utf-8")
 
 
-def _fitting_model(model: ModelSection, machine: Machine, directory: Path) -> tuple[ModelSection, str | None]:
+def _choose_fitting_model(model: ModelSection, machine: Machine, directory: Path) -> tuple[ModelSection, str | None]:
     """Return the model, or one cut to its first layers if one process of this machine cannot train it in full.
 
     Args:
@@ -138,20 +138,20 @@ def _fitting_model(model: ModelSection, machine: Machine, directory: Path) -> tu
         MachineError: not even one layer fits, or the model cannot be cut.
     """
     from trainwright.models.load import load_config
-    from trainwright.models.truncate_config import MAX_LAYERS, cut_model, layer_count, parameter_count
+    from trainwright.models.truncate_config import MAX_LAYERS, count_layers, count_parameters, cut_model
 
     config = load_config(model)
     memory = min((gpu.memory_bytes for gpu in machine.gpus), default=machine.memory_bytes)
     where = "one GPU" if machine.gpus else "this machine"
-    parameters = parameter_count(config)
+    parameters = count_parameters(config)
     if parameters * _BYTES <= memory * _USABLE:
         return model, None
-    needed = f"{count(parameters)} parameters with their optimizer need {size(parameters * _BYTES)}"
-    problem = f"{needed}, and {where} has {size(memory)}"
-    layers = layer_count(config)
+    needed = f"{format_count(parameters)} parameters with their optimizer need {format_bytes(parameters * _BYTES)}"
+    problem = f"{needed}, and {where} has {format_bytes(memory)}"
+    layers = count_layers(config)
     try:
         for layers_kept in range(min(MAX_LAYERS, layers - 1), 0, -1):
-            if parameter_count(config, layers_kept) * _BYTES <= memory * _USABLE:
+            if count_parameters(config, layers_kept) * _BYTES <= memory * _USABLE:
                 cut = cut_model(model, layers_kept, directory)
                 return cut, f"both sides use only the first {layers_kept} of {layers} layers: {problem}"
     except (ValueError, TypeError, AttributeError) as error:  # of a configuration with other names
@@ -170,23 +170,25 @@ def run_side(side: ComparedRun, steps: int, stopping: Stopping, *, is_shown: boo
 
     side.run.mkdir()
     run_directory.record(side.run, dump_recipe(side.recipe), side.name, [])
-    entry = functools.partial(_work, side, steps, is_shown)
+    entry = functools.partial(_run_side_worker, side, steps, is_shown)
     code = launch(entry, processes=side.processes, logs=side.run / "logs", stopping=stopping)
     if code == EXIT_STOPPED or stopping.requested:
         raise Stopped("stopped; nothing was compared or kept")
 
 
-def _work(side: ComparedRun, steps: int, is_shown: bool) -> int:
+def _run_side_worker(side: ComparedRun, steps: int, is_shown: bool) -> int:
     """Run a side in every worker."""
     from trainwright.run.run_worker import TrialRun, Worker, run_worker
 
     return run_worker(
-        Worker(side.run), observers=lambda run: _observers(side.name, steps) if is_shown else (), trial=TrialRun(steps)
+        Worker(side.run),
+        observers=lambda run: _build_observers(side.name, steps) if is_shown else (),
+        trial=TrialRun(steps),
     )
 
 
-def _observers(name: str, steps: int) -> Sequence[Callable[[EventRecord], None]]:
-    stream = console()
+def _build_observers(name: str, steps: int) -> Sequence[Callable[[EventRecord], None]]:
+    stream = find_console()
     return [] if stream is None else [_SideProgress(name, steps, stream)]
 
 
@@ -196,7 +198,7 @@ class _SideProgress:
     def __init__(self, name: str, steps: int, stream: TextIO) -> None:
         self._name = name
         self._steps = steps
-        self._progress = progress_on(stream, _SHOW_SECONDS)
+        self._progress = build_progress(stream, _SHOW_SECONDS)
         self._remaining = Remaining({})
 
     def __call__(self, event: EventRecord) -> None:
@@ -214,21 +216,21 @@ class _SideProgress:
 
 def _compare(sides: Sequence[ComparedRun], tolerance: float, out: TextIO) -> Comparison:
     one, other = sides
-    compared = Comparison.of_runs((one.name, other.name), (one.run, other.run), tolerance)
+    compared = Comparison.from_runs((one.name, other.name), (one.run, other.run), tolerance)
     say(file=out)
     compared.show(out)
     say(compared.verdict(), file=out)
     return compared
 
 
-def _processes(recipe: RecipeSchema) -> int:
+def _read_process_count(recipe: RecipeSchema) -> int:
     processes = recipe.parallel.num_processes
     assert isinstance(processes, int), "a resolved recipe has no auto left"
     return processes
 
 
-def _name(recipe: RecipeSchema) -> str:
-    processes = _processes(recipe)
+def _name_run(recipe: RecipeSchema) -> str:
+    processes = _read_process_count(recipe)
     return recipe.parallel.strategy + (f" x {processes}" if processes > 1 else "")
 
 
@@ -248,7 +250,7 @@ class Comparison:
     tolerance: float
 
     @classmethod
-    def of_runs(cls, names: tuple[str, str], runs: tuple[Path, Path], tolerance: float) -> Comparison:
+    def from_runs(cls, names: tuple[str, str], runs: tuple[Path, Path], tolerance: float) -> Comparison:
         """Read the events of both runs.
 
         Raises:
@@ -262,39 +264,40 @@ class Comparison:
     @property
     def is_same(self) -> bool:
         """Whether the runs are equal within the tolerance."""
-        return self.first_difference() is None
+        return self.describe_first_difference() is None
 
-    def worst(self, field: str) -> float:
+    def find_worst_difference(self, field: str) -> float:
         """Return the largest relative difference of a field over the steps."""
-        return max(_apart(field, pair) for pair in self.steps)
+        return max(_compute_difference(field, pair) for pair in self.steps)
 
-    def first_difference(self) -> str | None:
+    def describe_first_difference(self) -> str | None:
         """Return a message about the first difference between the runs; None if they are equal."""
         for pair in self.steps:
-            if (reason := self._difference_in(pair)) is not None:
+            if (reason := self._describe_difference(pair)) is not None:
                 return f"at step {pair[0]['step']} {reason}"
         return None
 
-    def _difference_in(self, pair: tuple[EventRecord, EventRecord]) -> str | None:
+    def _describe_difference(self, pair: tuple[EventRecord, EventRecord]) -> str | None:
         one, other = pair
         for field in _EXACT:
             if one[field] != other[field]:
                 return f"the {field.replace('_', ' ')} are {one[field]} and {other[field]}"
         for field, name in _CLOSE.items():
-            apart = _apart(field, pair)
+            apart = _compute_difference(field, pair)
             if not apart <= self.tolerance:
-                return f"the {name} is {one[field]:.6g} and {other[field]:.6g}, {_short(apart)} apart"
+                return f"the {name} is {one[field]:.6g} and {other[field]:.6g}, {_format_difference(apart)} apart"
         return None
 
     def verdict(self) -> str:
         """Return a line that states whether the runs are the same, and the largest differences."""
         allowed = f"tolerance {self.tolerance:.0e}, relative"
-        reason = self.first_difference()
+        reason = self.describe_first_difference()
         if reason is not None:
             return f"NOT the same run: {reason} ({allowed})"
         return (
             f"the same run: over {len(self.steps)} step{'s' * (len(self.steps) > 1)} losses differ by at most "
-            f"{_short(self.worst('loss'))} and gradient norms by {_short(self.worst('grad_norm'))} ({allowed})"
+            f"{_format_difference(self.find_worst_difference('loss'))} and gradient norms by "
+            f"{_format_difference(self.find_worst_difference('grad_norm'))} ({allowed})"
         )
 
     def show(self, stream: TextIO) -> None:
@@ -309,9 +312,9 @@ class Comparison:
                 table.add_column(f"{name}\n{run}", justify="right")
             table.add_column("relative\ndifference", justify="right")
         for pair in self.steps:
-            table.add_row(*self._row(pair), style="bold red" if self._difference_in(pair) else None)
+            table.add_row(*self._row(pair), style="bold red" if self._describe_difference(pair) else None)
         # Wide enough for the table if output is not a terminal. Console would take the width of standard output.
-        width = text.columns(stream, 120) if stream.isatty() else 120
+        width = text.find_terminal_width(stream, 120) if stream.isatty() else 120
         console = Console(file=stream, highlight=False, markup=False, emoji=False, width=width)
         unbounded = console.options.update(max_width=1_000)
         if console.measure(table, options=unbounded).maximum <= width:
@@ -319,22 +322,22 @@ class Comparison:
             return
         head = ["step", *(f"{name} {one}" for name in _CLOSE.values() for one in (*self.names, "relative difference"))]
         rows = [[f"step {pair[0]['step']}", *self._row(pair)[1:]] for pair in self.steps]
-        for line in text.table([head, *rows], width):
+        for line in text.format_table([head, *rows], width):
             text.say(line, file=stream)
 
     def _row(self, pair: tuple[EventRecord, EventRecord]) -> Sequence[str]:
         cells = [str(pair[0]["step"])]
         for field in _CLOSE:
             one, other = (event[field] for event in pair)
-            cells += [f"{one:.6f}", f"{other:.6f}", _short(_apart(field, pair))]
+            cells += [f"{one:.6f}", f"{other:.6f}", _format_difference(_compute_difference(field, pair))]
         return cells
 
 
-def _short(value: float) -> str:
+def _format_difference(value: float) -> str:
     return f"{value:.1e}" if value else "0"
 
 
-def magnitude(events: Iterable[Mapping[str, Any]]) -> float:
+def find_largest_loss(events: Iterable[Mapping[str, Any]]) -> float:
     """Return the largest loss of steps and evaluations, or part of one, which rounding is relative to.
 
     A loss that is the difference of two parts can be near 0, and has the rounding of both.
@@ -346,8 +349,8 @@ def magnitude(events: Iterable[Mapping[str, Any]]) -> float:
     return max(losses)
 
 
-def _apart(field: str, pair: tuple[EventRecord, EventRecord]) -> float:
+def _compute_difference(field: str, pair: tuple[EventRecord, EventRecord]) -> float:
     """Return the difference relative to the larger value, of losses also to their larger part; 0 for two zeros."""
     one, other = (event[field] for event in pair)
-    larger = max(abs(one), abs(other), magnitude(pair) if field == "loss" else 0.0)
+    larger = max(abs(one), abs(other), find_largest_loss(pair) if field == "loss" else 0.0)
     return abs(one - other) / larger if larger else 0.0

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from trainwright.engine.events import EventLog
-from trainwright.engine.out_of_memory import MemoryShortage, attempt
+from trainwright.engine.out_of_memory import MemoryShortage, catch_shortage
 from trainwright.engine.task import ForwardOnly, Measured, Task
 from trainwright.parallel.strategy import Independent, Strategy
 from trainwright.parallel.world import StopRequested
@@ -40,11 +40,11 @@ def evaluate(
         StopRequested: on every rank, if any of them was asked to stop; partial results are discarded.
     """
     while True:
-        sums = _statistics(task, strategy, events)
+        sums = _compute_statistics(task, strategy, events)
         if not again(sums if isinstance(sums, MemoryShortage) else None):
             break
     assert not isinstance(sums, MemoryShortage)
-    metrics = _metrics(task, strategy, sums, main_set)
+    metrics = _compute_metrics(task, strategy, sums, main_set)
     if task.answers:
         with strategy.full_parameters() as (module, in_step):
             if in_step is not None:
@@ -55,7 +55,7 @@ def evaluate(
     return Measured(metrics)
 
 
-def _metrics(
+def _compute_metrics(
     task: Task, strategy: Strategy, sums: dict[str, torch.Tensor], main_set: str | None
 ) -> Mapping[str, float]:
     """Return the metrics of the sums of each set over all ranks."""
@@ -73,7 +73,7 @@ def _metrics(
     return {**task.metrics(main), **named}
 
 
-def _statistics(task: Task, strategy: Strategy, events: EventLog) -> dict[str, torch.Tensor] | MemoryShortage:
+def _compute_statistics(task: Task, strategy: Strategy, events: EventLog) -> dict[str, torch.Tensor] | MemoryShortage:
     """Return this rank's part of the sums over each set of the validation split, or its out-of-memory error."""
     assert task.validation is not None
     world, module = strategy.world, strategy.module
@@ -81,7 +81,7 @@ def _statistics(task: Task, strategy: Strategy, events: EventLog) -> dict[str, t
     module.eval()
     try:
         for step in range(len(task.validation)):
-            parts = attempt(lambda step=step: _batch_statistics(task, strategy, step))  # type: ignore[misc]
+            parts = catch_shortage(lambda step=step: _compute_batch_statistics(task, strategy, step))  # type: ignore[misc]
             if isinstance(parts, MemoryShortage) and not isinstance(strategy, Independent):
                 return parts  # the other ranks wait for this one in their passes
             stop = world.stop_requested is not None and world.stop_requested()
@@ -94,7 +94,7 @@ def _statistics(task: Task, strategy: Strategy, events: EventLog) -> dict[str, t
             for part in parts:
                 sums[name] = sums[name] + part if name in sums else part
             events.progress(step + 1, len(task.validation))
-            heartbeat.progress()
+            heartbeat.report_progress()
             if any(short for _, short in ranks):
                 break  # another rank has to start over, so all do
     finally:
@@ -103,12 +103,12 @@ def _statistics(task: Task, strategy: Strategy, events: EventLog) -> dict[str, t
 
 
 @torch.no_grad()
-def _batch_statistics(task: Task, strategy: Strategy, step: int) -> list[torch.Tensor]:
+def _compute_batch_statistics(task: Task, strategy: Strategy, step: int) -> list[torch.Tensor]:
     """Return this rank's sums over each of its micro-batches of one batch of the validation split."""
     assert task.validation is not None
     world, batch = strategy.world, task.validation.global_batch(step)
     task.before_passes(ForwardOnly(strategy), batch, validation=True)
-    mine = batch.for_rank(world.rank, world.size)
+    mine = batch.select_for_rank(world.rank, world.size)
     return [task.statistics(strategy.module, micro, world.device).double() for micro in mine]
 
 
@@ -139,7 +139,7 @@ def generate(
                 texts[index] = task.generate(module, prompts[index])
             world.check_stop()
             events.progress(min(first + every, len(prompts)), len(prompts))
-            heartbeat.progress()
+            heartbeat.report_progress()
     for part in world.gather(texts):
         texts.update(part)
     return [(prompt, texts[index]) for index, prompt in enumerate(prompts)]

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from trainwright.engine.events import LONGEST_LINE, parse_event
 from trainwright.errors import RequestError
-from trainwright.machine.slowdowns import causes_of
+from trainwright.machine.slowdowns import find_causes
 from trainwright.recipe.yaml_text import parse_mapping
 from trainwright.utils import text
 from trainwright.utils.paths import open_inside
@@ -38,7 +38,7 @@ def read_events(path: Path) -> list[EventRecord]:
     A run that was killed at step 57 and resumed from the checkpoint of step 40 has steps 41 to 57 twice; only the
     second ones are returned. An incomplete last line is skipped. Raises OSError if there is no such file.
     """
-    return history_of(list(_lines(path, [])))
+    return select_history(list(_iterate_events(path, [])))
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,12 @@ def read_log(path: Path) -> RunEvents:
     """Return the events of `events.jsonl`, and what could not be read; nothing if there is no such file."""
     damage: list[str] = []
     try:
-        everything = list(_lines(path, damage))
+        everything = list(_iterate_events(path, damage))
     except FileNotFoundError:
         everything = []
     except OSError as error:
         everything, damage = [], [f"{path.name}: {error.strerror}"]
-    return RunEvents(history_of(everything), everything, damage)
+    return RunEvents(select_history(everything), everything, damage)
 
 
 def read_recipe(run: Path) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def read_recipe(run: Path) -> dict[str, Any]:
         raise RequestError(f"{name}: is not UTF-8 text") from None
 
 
-def status_of(run: Path) -> str:
+def read_status(run: Path) -> str:
     """Return ``finished``, ``stopped``, or ``unfinished`` for a run that is training, was killed or has failed."""
     events = read_log(run / "events.jsonl").history
     last = next((event for event in reversed(events) if event["event"] in ("start", "finish")), None)
@@ -102,13 +102,13 @@ class EarlierEvents:
 def read_earlier(path: Path, start: EventRecord) -> EarlierEvents:
     """Return what precedes a run's newest ``start`` event; empty if there is no such file."""
     try:
-        lines = [event for event in _lines(path, []) if event["time"] < start.get("time", math.inf)]
+        lines = [event for event in _iterate_events(path, []) if event["time"] < start.get("time", math.inf)]
     except OSError:
         return EarlierEvents([], 0.0)
-    return EarlierEvents(history_of([*lines, start])[:-1], sum(_spans(lines)))
+    return EarlierEvents(select_history([*lines, start])[:-1], sum(_iterate_spans(lines)))
 
 
-def _spans(events: Iterable[EventRecord]) -> Iterator[float]:
+def _iterate_spans(events: Iterable[EventRecord]) -> Iterator[float]:
     """Yield the seconds that each launch trained, up to its last event."""
     start = ended = None
     for event in events:
@@ -122,7 +122,7 @@ def _spans(events: Iterable[EventRecord]) -> Iterator[float]:
         yield ended - start
 
 
-def history_of(events: Sequence[EventRecord]) -> list[EventRecord]:
+def select_history(events: Sequence[EventRecord]) -> list[EventRecord]:
     """Return the events without those that are repeated after a later ``start`` or ``rewind``."""
     history: list[EventRecord] = []
     # From the end, so that it takes one pass however often the run went back: the last step of each kind that counts.
@@ -133,14 +133,14 @@ def history_of(events: Sequence[EventRecord]) -> list[EventRecord]:
         if not isinstance(step, int) or step <= min(last_of_any, last[event["event"]]):
             history.append(event)
         if event["event"] in ("start", "rewind"):
-            last_valid, again = _goes_on(event)
+            last_valid, again = _find_restart_point(event)
             last_of_any = min(last_of_any, last_valid)
             for kind in again:
                 last[kind] = min(last[kind], last_valid - 1)
     return history[::-1]
 
 
-def precision_of(start: EventRecord) -> str:
+def describe_precision(start: EventRecord) -> str:
     """Return the precision of a `start` event in words."""
     computed = str(start.get("mixed_precision")).replace("no", "fp32")
     if start.get("float8", "no") != "no":
@@ -148,19 +148,19 @@ def precision_of(start: EventRecord) -> str:
     return f"{computed}, fp32 products in TF32" if start.get("tf32") else computed
 
 
-def lost_between(before: EventRecord, after: EventRecord) -> bool:
+def has_lost_steps(before: EventRecord, after: EventRecord) -> bool:
     """Return whether steps are missing between two ``step`` events."""
     return int(after["step"]) > int(before["step"]) + 1
 
 
-def part_of(breaks: Sequence[int], step: int) -> int:
+def find_curve_part(breaks: Sequence[int], step: int) -> int:
     """Return in which part of a curve a step is: how many of ``breaks``, before each of which steps are missing, are up
     to it. A curve has a gap between two points of different parts.
     """
     return bisect_right(breaks, step)
 
 
-def resumed_step(start: EventRecord) -> int | None:
+def find_resumed_step(start: EventRecord) -> int | None:
     """Return the step a `start` event resumes from, a number or in a checkpoint's path; None for a fresh run."""
     value = start.get("resumed_from")
     if value is None or isinstance(value, int):
@@ -169,23 +169,23 @@ def resumed_step(start: EventRecord) -> int | None:
     return int(number.group(1)) if number else None
 
 
-def superseded(event: EventRecord, start: EventRecord) -> bool:
+def is_superseded(event: EventRecord, start: EventRecord) -> bool:
     """Return whether an event is repeated after a later ``start`` or ``rewind`` event."""
-    last_valid, again = _goes_on(start)
+    last_valid, again = _find_restart_point(start)
     step = event.get("step")
     return isinstance(step, int) and (step > last_valid or (step == last_valid and event["event"] in again))
 
 
-def _goes_on(start: EventRecord) -> tuple[int, Sequence[str]]:
+def _find_restart_point(start: EventRecord) -> tuple[int, Sequence[str]]:
     """Return the last step that counts after a ``start`` or ``rewind``, and which kinds are written again for it."""
     # Not resumed although the file has earlier events: the run was killed before the first checkpoint.
-    resumed = resumed_step(start)
+    resumed = find_resumed_step(start)
     return -1 if resumed is None else resumed, _PENDING.get(str(start.get("pending")), ())
 
 
-def _lines(path: Path, damage: list[str]) -> Iterator[EventRecord]:
+def _iterate_events(path: Path, damage: list[str]) -> Iterator[EventRecord]:
     with open_inside(path.parent, path.name) as file:
-        for number, line in enumerate(bounded_lines(file), 1):
+        for number, line in enumerate(iterate_bounded_lines(file), 1):
             if len(line) > LONGEST_LINE:
                 damage.append(f"{path.name} line {number} is too long; what follows is not read")
             elif (event := parse_event(line.decode("utf-8", "replace"))) is not None:
@@ -194,7 +194,7 @@ def _lines(path: Path, damage: list[str]) -> Iterator[EventRecord]:
                 damage.append(f"{path.name} line {number} is damaged")
 
 
-def bounded_lines(file: BinaryIO) -> Iterator[bytes]:
+def iterate_bounded_lines(file: BinaryIO) -> Iterator[bytes]:
     """Yield the lines of a file up to one that is longer than ``LONGEST_LINE``, of which the beginning is the last."""
     while line := file.readline(LONGEST_LINE + 1):
         yield line
@@ -214,18 +214,18 @@ class Compared(NamedTuple):
     is_outside: bool
 
 
-def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> Iterator[Compared]:
+def compare_with_plan(predicted: Mapping[str, float], measured: Mapping[str, float]) -> Iterator[Compared]:
     """Yield everything that has both a prediction and a measurement.
 
     Args:
-        predicted: see `Plan.predicted`; without its intervals, as from older plans, nothing is outside of one.
+        predicted: see `Plan.read_predictions`; without its intervals, as from older plans, nothing is outside of one.
     """
     # The measured peak of a GPU counts tensors only, without its libraries.
     memory = "tensors_bytes" if "tensors_bytes" in predicted and "tensors_bytes" in measured else "memory_bytes"
     shown: tuple[tuple[str, str, Callable[[float], str], str], ...] = (
-        ("memory", memory, text.size, "memory"),
+        ("memory", memory, text.format_bytes, "memory"),
         ("step time", "step_time", lambda seconds: f"{seconds:.3g} s", "speed"),
-        ("speed", "tokens_per_second", lambda rate: f"{text.count(rate)} tokens/s", "speed"),
+        ("speed", "tokens_per_second", lambda rate: f"{text.format_count(rate)} tokens/s", "speed"),
     )
     for label, name, words, kind in shown:
         if name in measured and predicted.get(name):
@@ -233,22 +233,22 @@ def compared(predicted: Mapping[str, float], measured: Mapping[str, float]) -> I
             low, high = predicted.get(f"{kind}_low", 0.0), predicted.get(f"{kind}_high", math.inf)
             ratio = expected / max(actual, 1e-9) if name == "step_time" else actual / expected
             is_outside = not low <= ratio <= high
-            off = _off(actual / expected) + ", outside of the plan's interval" * is_outside
+            off = _format_deviation(actual / expected) + ", outside of the plan's interval" * is_outside
             yield Compared(label, f"{words(expected)} predicted, {words(actual)} measured ({off})", is_outside)
 
 
-def _off(ratio: float) -> str:
+def _format_deviation(ratio: float) -> str:
     if 0.5 <= ratio <= 2:
         return f"{ratio - 1:+.0%}".replace("%", " %")
-    return f"{text.times(ratio)} times the plan"
+    return f"{text.format_ratio(ratio)} times the plan"
 
 
-def reasons_of(predicted: Mapping[str, float], measured: Mapping[str, float]) -> Iterator[str]:
+def explain_slow_steps(predicted: Mapping[str, float], measured: Mapping[str, float]) -> Iterator[str]:
     """Yield the known reasons why steps took much longer than planned; nothing if they did not."""
     expected, actual = predicted.get("step_time"), measured.get("step_time")
     if not expected or actual is None or actual < _FAR_FROM_PLAN * expected:
         return
-    causes = causes_of(
+    causes = find_causes(
         measured, elsewhere=measured.get("in_collectives", 0.0), planned_threads=predicted.get("threads")
     )
     yield from (cause.words for cause in causes)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
-from trainwright.errors import TrainingError, unwritable
+from trainwright.errors import TrainingError, build_write_error
 from trainwright.recipe.files import DEEPEST, is_deeper
 
 # An event as written and read back: ``event`` (its kind), ``time``, and its fields.
@@ -308,7 +308,7 @@ def parse_event(line: str) -> Record | None:
     """
     try:
         # Both need a look at every value, and are rare.
-        event = json.loads(line, parse_int=_integer) if _LONG_INTEGER.search(line) else json.loads(line)
+        event = json.loads(line, parse_int=_parse_integer) if _LONG_INTEGER.search(line) else json.loads(line)
         if line.count("{") + line.count("[") > DEEPEST and is_deeper(event, DEEPEST):
             return None
     except (ValueError, RecursionError):
@@ -321,7 +321,7 @@ def parse_event(line: str) -> Record | None:
         return None
     checks = _CHECKS.get(kind, _ANY_KIND)
     if 'nan"' in line or 'inf"' in line:
-        event = _restored(event, None if kind in _MEASURES else checks)
+        event = _restore_numbers(event, None if kind in _MEASURES else checks)
     for name in _REQUIRED.get(kind, ()):
         if name not in event:
             return None
@@ -332,19 +332,19 @@ def parse_event(line: str) -> Record | None:
     return event
 
 
-def _integer(digits: str) -> int:
+def _parse_integer(digits: str) -> int:
     value = int(digits)  # Python itself refuses thousands of digits
     if abs(value) > 2**63:
         raise ValueError("too large")
     return value
 
 
-def _restored(event: Record, checks: Mapping[str, _Check] | None) -> Record:
+def _restore_numbers(event: Record, checks: Mapping[str, _Check] | None) -> Record:
     """Convert the names of NaN and infinity back, in every field or in those that have numbers by ``checks``."""
     return {
         name: _NOT_JSON.get(value, value)
         if isinstance(value, str) and (checks is None or checks.get(name) is _is_number)
-        else _restored(value, None)
+        else _restore_numbers(value, None)
         if isinstance(value, dict)
         else value
         for name, value in event.items()
@@ -392,21 +392,21 @@ _BY_NAME: dict[str, _Check] = {
 }
 
 
-def _check_of(hint: Any) -> _Check:
+def _build_check(hint: Any) -> _Check:
     """Return the check of a type of ``engine/events.py``."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is UnionType:
-        checks = list(map(_check_of, arguments))
+        checks = list(map(_build_check, arguments))
         return lambda value: any(check(value) for check in checks)
     if origin is tuple:
-        checks = list(map(_check_of, arguments))
+        checks = list(map(_build_check, arguments))
         return lambda value: (
             isinstance(value, list)
             and len(value) == len(checks)
             and all(check(item) for check, item in zip(checks, value, strict=True))
         )
     if origin in (Mapping, Sequence):
-        kind, check = dict if origin is Mapping else list, _check_of(arguments[-1])
+        kind, check = dict if origin is Mapping else list, _build_check(arguments[-1])
         return lambda value: (
             isinstance(value, kind) and all(map(check, value.values() if isinstance(value, dict) else value))
         )
@@ -417,15 +417,15 @@ def _check_of(hint: Any) -> _Check:
     )
 
 
-def _checks_of(kind: type[Event]) -> dict[str, _Check]:
+def _build_checks(kind: type[Event]) -> dict[str, _Check]:
     hints = get_type_hints(kind)
     names = [name for name in hints if name != "kind_of_event"]
-    return {name: _BY_NAME.get(name) or _check_of(hints[name]) for name in names}
+    return {name: _BY_NAME.get(name) or _build_check(hints[name]) for name in names}
 
 
 _ANY_KIND: dict[str, _Check] = {"step": _is_optional_step}
 _KINDS = (Start, Step, Evaluate, Generate, CheckpointWritten, Fault, Rewind, Restart, Notice, Profile, Finish)
-_CHECKS = {kind.kind_of_event: _ANY_KIND | _checks_of(kind) for kind in _KINDS}
+_CHECKS = {kind.kind_of_event: _ANY_KIND | _build_checks(kind) for kind in _KINDS}
 _CHECKS["step"]["step"] = _CHECKS["evaluate"]["step"] = _CHECKS["generate"]["step"] = _is_step
 _MEASURES = (Step.kind_of_event, Evaluate.kind_of_event)  # whose fields, also those of extensions, are numbers
 
@@ -448,14 +448,14 @@ class EventLog:
         self._observers = list(observers)
         self._path = path
         self._file = None
-        self._progress_sent_at = float("-inf")  # when `progress` was last passed on
+        self._progress_sent_at = float("-inf")  # when `report_progress` was last passed on
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _drop_cut_line(path)
                 self._file = path.open("a", encoding="utf-8")
             except OSError as error:
-                raise unwritable(path, error) from error
+                raise build_write_error(path, error) from error
 
     def follow(self, observer: Observer) -> None:
         """Add an observer, which may emit events itself."""
@@ -476,7 +476,7 @@ class EventLog:
             )
         record = _record(event)
         try:
-            self._file.write(_line(record))
+            self._file.write(_format_line(record))
             self._file.flush()
         except OSError as error:
             # A full disk must not end a run that can still train; the observers report it on the console.
@@ -509,15 +509,15 @@ class EventLog:
 def append_event(path: Path, event: Event) -> None:
     """Add an event to the log of a run from another process than its rank 0. Raises OSError."""
     with path.open("a", encoding="utf-8") as file:
-        file.write(_line(_record(event)))
+        file.write(_format_line(_record(event)))
 
 
 def _record(event: Event) -> Record:
     return {"event": event.kind_of_event, "time": time.time(), **event.record()}
 
 
-def _line(record: Record) -> str:
-    return json.dumps(_plain(record), allow_nan=False) + "\n"
+def _format_line(record: Record) -> str:
+    return json.dumps(_convert_to_plain(record), allow_nan=False) + "\n"
 
 
 def _is_gone(path: Path) -> bool:
@@ -530,11 +530,11 @@ def _is_gone(path: Path) -> bool:
     return False
 
 
-def _plain(value: Any) -> Any:
+def _convert_to_plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _convert_to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_convert_to_plain(item) for item in value]
     if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
         return repr(value)
     return str(value) if isinstance(value, os.PathLike) else value

@@ -23,7 +23,7 @@ from trainwright.recipe.registries import OPTIMIZERS, SCHEDULES
 from trainwright.recipe.schema import OptimizerSection
 
 
-def optimizer_factory(section: OptimizerSection) -> OptimizerFactory:
+def build_optimizer_factory(section: OptimizerSection) -> OptimizerFactory:
     """Return the function with which a strategy makes the recipe's optimizer over its parameters.
 
     `Strategy.step` sets the learning rate of each step. Raises RequestError if an optimizer of one's own cannot be
@@ -37,10 +37,10 @@ def optimizer_factory(section: OptimizerSection) -> OptimizerFactory:
         key = next((key for key in _OF_GROUPS if key in section.changed()), None)
         if key is not None and any("rate" not in group for group in optimizer.param_groups):
             raise RequestError(
-                f"optimizer.{key}: {described} does not use trainwright.engine.optimizer.parameter_groups, so it "
+                f"optimizer.{key}: {described} does not use trainwright.engine.optimizer.build_parameter_groups, so it "
                 "would have no effect; remove it or choose another optimizer"
             )
-        return optimizer if section.ema_decay is None else with_average(optimizer, section.ema_decay)
+        return optimizer if section.ema_decay is None else add_average(optimizer, section.ema_decay)
 
     return create
 
@@ -48,7 +48,7 @@ def optimizer_factory(section: OptimizerSection) -> OptimizerFactory:
 _OF_GROUPS = ("groups", "layer_decay", "loraplus_ratio")
 
 
-def with_average(optimizer: Optimizer, decay: float) -> Optimizer:
+def add_average(optimizer: Optimizer, decay: float) -> Optimizer:
     """Return the optimizer with an ``average`` in the state of every parameter, which begins at its first value."""
     first: dict[nn.Parameter, torch.Tensor] = {}  # optimizers begin their state where there is none
 
@@ -88,12 +88,12 @@ class Schedule:
         self._schedule = SCHEDULES.get(section.schedule)
         self._floor = section.final_learning_rate_ratio
         self._last = max_steps
-        self._warmup = steps_of(section.warmup_steps, max_steps)
+        self._warmup = count_steps(section.warmup_steps, max_steps)
         self._decay = max_steps - self._warmup
         numbers = {"power": section.power, "cycles": section.cycles, "warmup": self._warmup, "total": max_steps}
         self._read = {name: numbers[name] for name in self._schedule.reads}
         if self._schedule.in_decay_steps:
-            self._decay = min(self._decay, steps_of(section.decay_steps, max_steps))
+            self._decay = min(self._decay, count_steps(section.decay_steps, max_steps))
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of optimizer step ``step``, counted from 1."""
@@ -105,7 +105,7 @@ class Schedule:
         return self._peak * (self._floor + (1.0 - self._floor) * self._schedule.factor(progress, **self._read))
 
 
-def steps_of(value: int | float, max_steps: int) -> int:
+def count_steps(value: int | float, max_steps: int) -> int:
     """Return a number of steps given as a count (int) or as a fraction of the run (float below 1)."""
     return round(value * max_steps) if isinstance(value, float) and value < 1 else int(value)
 
@@ -123,7 +123,7 @@ class _GroupRates(NamedTuple):
     kind: bool
 
 
-def parameter_groups(
+def build_parameter_groups(
     named: Iterable[tuple[str, nn.Parameter]],
     section: OptimizerSection,
     kind: Callable[[str, nn.Parameter], bool] = lambda name, parameter: False,
@@ -139,11 +139,11 @@ def parameter_groups(
     parameters = list(named)
     names = [name.removeprefix(_MODULE) for name, _ in parameters]
     _check(section, names)
-    depth = 1 + max((block for block in map(_block, names) if block is not None), default=-1)
+    depth = 1 + max((block for block in map(_parse_block_number, names) if block is not None), default=-1)
     groups: dict[_GroupRates, list[nn.Parameter]] = {}
     for (full, parameter), name in zip(parameters, names, strict=True):
         decay = section.weight_decay if parameter.dim() >= 2 else 0.0
-        rate = _of_layer(section, name, depth)
+        rate = _compute_layer_rate(section, name, depth)
         if section.loraplus_ratio is not None and ".lora_B." in name:
             rate *= section.loraplus_ratio
         for group in section.groups:
@@ -155,17 +155,17 @@ def parameter_groups(
     return [{"params": members, **setting._asdict()} for setting, members in ordered]
 
 
-def _of_layer(section: OptimizerSection, name: str, depth: int) -> float:
+def _compute_layer_rate(section: OptimizerSection, name: str, depth: int) -> float:
     """Return the layer-wise part of the rate: 1 after the blocks, and ``layer_decay`` less with every block before."""
     if section.layer_decay is None or not depth:
         return 1.0
-    block = _block(name)
+    block = _parse_block_number(name)
     if block is None:
         block = -1 if "embed" in name or name.rpartition(".")[0].rpartition(".")[2] in ("wte", "wpe") else depth
     return float(section.layer_decay ** (depth - block))
 
 
-def _block(name: str) -> int | None:
+def _parse_block_number(name: str) -> int | None:
     match = _BLOCK.search(name)
     return None if match is None else int(match[1])
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TypeVar
 import psutil
 
 from trainwright.errors import TrainingError
-from trainwright.machine.allocator import peak_resident, return_freed_memory
-from trainwright.utils.text import size
+from trainwright.machine.allocator import convert_peak_resident, return_freed_memory
+from trainwright.utils.text import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -54,14 +54,14 @@ class MemoryShortage:
     detail: str
 
 
-def attempt(work: Callable[[], T]) -> T | MemoryShortage:
+def catch_shortage(work: Callable[[], T]) -> T | MemoryShortage:
     """Return the result of ``work``, or its out-of-memory error after freeing what it held."""
     try:
         return work()
     except (RuntimeError, MemoryError, OSError) as error:
         if not is_out_of_memory(error):
             raise
-        shortage = MemoryShortage(_detail(error))
+        shortage = MemoryShortage(_describe_shortage(error))
     # Release here: until now the exception's frames held every activation.
     release()
     return shortage
@@ -87,30 +87,32 @@ def release() -> None:
     return_freed_memory()
 
 
-def peak_memory(device: torch.device) -> float:
+def read_peak_memory(device: torch.device) -> float:
     """Return the peak bytes of this process: allocated on a GPU, resident on a CPU."""
     import torch
 
     if device.type != "cpu":
         return float(torch.accelerator.max_memory_allocated(device))
-    return float(peak_resident(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
+    return float(convert_peak_resident(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
 
 
-def _detail(error: BaseException) -> str:
+def _describe_shortage(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if match := _REQUESTED_CUDA.search(text):
         requested, capacity, free = match.groups()
         return f"{requested} requested, {free} of {capacity} free"
     match = _REQUESTED_CPU.search(text)
-    requested = f"{size(int(match[1]))} requested" if match else text[:200] or "no memory"
-    return ", ".join([requested, f"{size(psutil.virtual_memory().available)} free on the machine", *_limits()])
+    requested = f"{format_bytes(int(match[1]))} requested" if match else text[:200] or "no memory"
+    return ", ".join(
+        [requested, f"{format_bytes(psutil.virtual_memory().available)} free on the machine", *_list_limits()]
+    )
 
 
-def _limits() -> list[str]:
+def _list_limits() -> list[str]:
     """Return the memory limits of the user or the system on this process, if set."""
     limits = []
     for name, command in _LIMITS.items():
         limit = resource.getrlimit(getattr(resource, name))[0]
         if limit != resource.RLIM_INFINITY:
-            limits.append(f"a process is limited to {size(limit)} ({command})")
+            limits.append(f"a process is limited to {format_bytes(limit)} ({command})")
     return limits

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from trainwright.data.stream.batch import on_device
+from trainwright.data.stream.batch import copy_to_device
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
-from trainwright.engine.out_of_memory import MemoryShortage, attempt, peak_memory
+from trainwright.engine.out_of_memory import MemoryShortage, catch_shortage, read_peak_memory
 from trainwright.engine.policies.base import (
     RankReport,
     StepGradients,
@@ -53,7 +53,7 @@ class Divergence:
             self._losses.append(gradients.loss)
             self._norms.append(gradients.norm)
 
-    def advice(self, optimizer: OptimizerSection, rate: float, updates: int) -> str:
+    def describe_advice(self, optimizer: OptimizerSection, rate: float, updates: int) -> str:
         """Return why the learning rate is a likely cause, and what to do; "" if nothing points to it.
 
         Args:
@@ -153,7 +153,7 @@ class StepPasses:
 
     def _compute(self, step: int, batch: GlobalBatch) -> StepGradients:
         world = self.training.strategy.world
-        done = attempt(functools.partial(self.forward_backward, step, batch))
+        done = catch_shortage(functools.partial(self.forward_backward, step, batch))
         shortage = done if isinstance(done, MemoryShortage) else None
         if shortage is not None:
             self.halving.after_shortage(step, batch, shortage)
@@ -164,10 +164,10 @@ class StepPasses:
             self.requests(step),
             functools.reduce(torch.add, done.losses.unbind()),
         )  # in their order
-        peak, resident = peak_memory(world.device), self._resident.bound()
+        peak, resident = read_peak_memory(world.device), self._resident.bound()
         values = [stop, peak, shortage is not None, save, step, written, resident, *self._own_seconds()]
         host = torch.tensor(values, dtype=torch.float64)
-        row = torch.cat([torch.stack([loss]), on_device(host, world.device), done.statistics[: self._sums]])
+        row = torch.cat([torch.stack([loss]), copy_to_device(host, world.device), done.statistics[: self._sums]])
         # Everything is read at once: the host waits for the device once a step.
         read = torch.cat([world.gather_rows(row).view(-1), done.norm.view(1), done.losses]).tolist()
         rows = [read[i : i + len(row)] for i in range(0, world.size * len(row), len(row))]
@@ -190,7 +190,7 @@ class StepPasses:
         """
         task, world = self.training.task, self.training.world
         if isinstance(task, CollatesAhead) and step < len(task.stream):
-            task.collate_ahead(task.stream.global_batch(step).for_rank(world.rank, world.size)[0])
+            task.collate_ahead(task.stream.global_batch(step).select_for_rank(world.rank, world.size)[0])
 
     def _own_seconds(self) -> list[float]:
         """Return what ``own_seconds`` has counted since the last report."""
@@ -201,12 +201,12 @@ class StepPasses:
         """Add the gradients of this rank's share of a global batch to the model; the host waits for nothing."""
         task, strategy, progress = self.training.task, self.training.strategy, self.training.progress
         world = strategy.world
-        micro_batches = batch.for_rank(world.rank, world.size)
+        micro_batches = batch.select_for_rank(world.rank, world.size)
         task.before_passes(ForwardOnly(strategy), batch, validation=False)
         totals, statistics = [], []
         checked = self.replay.is_due(step)
         if checked:
-            self._repeat(step, self.replay.of_other_rank(batch), own=False)
+            self._repeat(step, self.replay.select_neighbor_batch(batch), own=False)
         for position, micro in enumerate(micro_batches, 1):
             part = self._forward(step, position, micro, own=True if checked and position == 1 else None)
             assert part.weight == micro.weight or not micro.weight, (
@@ -214,20 +214,20 @@ class StepPasses:
             )
             # A zero-weight pass contributes no gradient; it runs so that collectives match.
             total = part.total if micro.weight else part.total * 0.0
-            heartbeat.phase("backward", step, position)
+            heartbeat.begin_phase("backward", step, position)
             strategy.backward(total * (progress.loss_scale / batch.weight), last=position == len(micro_batches))
             totals.append(total.detach())
             if part.statistics is not None:
                 statistics.append(part.statistics * float(micro.weight > 0))
-        heartbeat.phase("gradient norm", step)
+        heartbeat.begin_phase("gradient norm", step)
         norm = strategy.gradient_norm() / progress.loss_scale
         sums = torch.stack(statistics).sum(0) if statistics else torch.empty(0, device=world.device)
         return ShareSums(torch.stack(totals).double(), norm, sums.double())
 
     def repeat(self, step: int, batch: GlobalBatch) -> None:
         """Record this rank's passes that ``Replay`` compares once more; the gradients of the step are lost."""
-        share = batch.for_rank(self.training.world.rank, self.training.world.size)
-        self._repeat(step, self.replay.of_other_rank(batch), own=False)
+        share = batch.select_for_rank(self.training.world.rank, self.training.world.size)
+        self._repeat(step, self.replay.select_neighbor_batch(batch), own=False)
         self._repeat(step, share[0], own=True)
 
     def _repeat(self, step: int, micro: MicroBatch, *, own: bool) -> None:
@@ -242,10 +242,10 @@ class StepPasses:
         task, world, seed = self.training.task, self.training.world, self.training.recipe.train.seed
         # Seeded by micro-batch, not by rank: dropout is the same on any number of processes.
         _seed_dropout(world.device, seed, step, micro.index)
-        heartbeat.phase("forward", step, position)
+        heartbeat.begin_phase("forward", step, position)
         if own is None:
             return task.loss(self.training.strategy.module, micro, world.device)
-        with self.replay.recorded(own=own) as losses:
+        with self.replay.record_pass(own=own) as losses:
             part = task.loss(self.training.strategy.module, micro, world.device)
             losses.append(part.total)
         return part
@@ -254,7 +254,7 @@ class StepPasses:
         """Do what faults.on_non_finite says before the numbers reach the weights, naming the examples."""
         task, strategy = self.training.task, self.training.strategy
         world, batch = strategy.world, gradients.batch
-        share = batch.for_rank(world.rank, world.size)
+        share = batch.select_for_rank(world.rank, world.size)
         own = [
             e for m, value in zip(share, gradients.losses, strict=True) if not math.isfinite(value) for e in m.examples
         ]
@@ -268,7 +268,7 @@ class StepPasses:
         )
         progress, optimizer = self.training.progress, self.training.recipe.optimizer
         updates = step - 1 - len(progress.left_out) - progress.non_finite
-        if advice := self._divergence.advice(optimizer, self.rate(step - 1) if step > 1 else 0.0, updates):
+        if advice := self._divergence.describe_advice(optimizer, self.rate(step - 1) if step > 1 else 0.0, updates):
             detail = f"{detail}; {advice}"
         rank = next((rank for rank, of_rank in enumerate(by_rank) if of_rank), world.rank)
         what = self.training.recipe.faults.on_non_finite

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
-from trainwright.engine.out_of_memory import MemoryShortage, attempt
+from trainwright.engine.out_of_memory import MemoryShortage, catch_shortage
 from trainwright.errors import RequestError
 from trainwright.models.weights import Weights
 from trainwright.parallel.strategy import Independent, Strategy
@@ -175,7 +175,7 @@ class ForwardOnly:
             torch.OutOfMemoryError: memory ran out on some rank; raised on all ranks at once unless they wait for each
                 other in the passes themselves.
         """
-        outcome = attempt(lambda: self._passes(batches, visit))
+        outcome = catch_shortage(lambda: self._passes(batches, visit))
         short = isinstance(outcome, MemoryShortage)
         if self.repeatable:
             short = any(flag for (flag,) in self.world.gather_floats([float(short)]))
@@ -191,9 +191,9 @@ class ForwardOnly:
         try:
             with torch.no_grad():
                 for batch in batches:
-                    for micro in batch.for_rank(world.rank, world.size):
+                    for micro in batch.select_for_rank(world.rank, world.size):
                         visit(module, micro)
-                        heartbeat.progress()
+                        heartbeat.report_progress()
         finally:
             module.train(training)
 
@@ -212,7 +212,7 @@ class TaskModule(Protocol):
         """Return the task with its data memory-mapped and its model on the CPU in fp32; needs no process group."""
 
 
-def task_module(recipe: RecipeSchema) -> TaskModule:
+def import_task_module(recipe: RecipeSchema) -> TaskModule:
     """Import and return the module of the recipe's task.
 
     Raises:

@@ -21,7 +21,7 @@ from trainwright.engine.checkpoints.parent import ParentCheckpoint
 from trainwright.engine.evaluate import evaluate, generate
 from trainwright.engine.events import Evaluate, EventLog, Fault, Finish, Generate, Notice, Rewind, Step
 from trainwright.engine.optimizer import Schedule
-from trainwright.engine.out_of_memory import attempt, peak_memory
+from trainwright.engine.out_of_memory import catch_shortage, read_peak_memory
 from trainwright.engine.passes import StepPasses
 from trainwright.engine.policies.base import (
     MAX_IN_A_ROW,
@@ -46,7 +46,7 @@ from trainwright.engine.task import Measured
 from trainwright.errors import TrainingError
 from trainwright.machine.counters import Counters
 from trainwright.machine.usage import OwnProcess
-from trainwright.parallel.strategy import averaged
+from trainwright.parallel.strategy import swap_in_averages
 from trainwright.parallel.world import StopRequested
 from trainwright.recipe.registries import SCHEDULES
 from trainwright.utils import heartbeat, text
@@ -104,7 +104,12 @@ class Trainer:
             self.training, self.checkpoints, self._policies, lambda: self._replay.trusted_before
         )
         self._passes = StepPasses(
-            self.training, self._halving, self._replay, self._policies, self._requests, self._learning_rate
+            self.training,
+            self._halving,
+            self._replay,
+            self._policies,
+            self._collect_requests,
+            self._compute_learning_rate,
         )
         self._answers = AnswerFiles(self.checkpoints.directory.parent, self.events)
         self._measured = RunMeasurements(self.world.device, self.world.local_size)
@@ -130,7 +135,7 @@ class Trainer:
         early = self.training.recipe.evaluate.early_stopping
         return early is not None and self.progress.stopping.since >= early.patience
 
-    def newest_checkpoint(self) -> Checkpoint | None:
+    def find_newest_checkpoint(self) -> Checkpoint | None:
         """Return the newest checkpoint that verifies, the same on every rank, or None. Raises RequestError."""
         return self._checkpointing.newest()
 
@@ -154,11 +159,11 @@ class Trainer:
         """
         started_at = time.monotonic()
         try:
-            with self.task.stream.reading(self.world):
+            with self.task.stream.open_reading(self.world):
                 self._train()
             self.events.announce(f"writing the model to {final}", self.progress.step)
-            heartbeat.phase("export", self.progress.step)
-            with averaged(self.strategy):
+            heartbeat.begin_phase("export", self.progress.step)
+            with swap_in_averages(self.strategy):
                 unchecked = export(self.task, self.strategy, final, self.progress.step, self._checkpointing.step)
             if unchecked is not None:
                 self.events.emit(Notice(message=unchecked))
@@ -192,7 +197,7 @@ class Trainer:
                 if self.world.is_main:
                     with suppress(OSError):
                         directory.mkdir(parents=True, exist_ok=True)
-                with averaged(self.strategy):
+                with swap_in_averages(self.strategy):
                     export(self.task, self.strategy, target, step, None)
             except TrainingError as error:
                 self.events.emit(Fault(kind="export", rank=0, detail=str(error).partition("; ")[0], action="continue"))
@@ -209,7 +214,7 @@ class Trainer:
         self.strategy.module.train()
         if self.is_over:  # a restart after the last checkpoint
             raise StopRequested
-        self.events.announce(self._with_compiling("taking the first step"))
+        self.events.announce(self._mention_compiling("taking the first step"))
         while self.progress.step < self.max_steps and not self._is_stopped:
             try:
                 result = self._step()
@@ -217,7 +222,7 @@ class Trainer:
                 every = self.training.recipe.evaluate.every
                 evaluates = last or (every is not None and self.progress.step % every == 0)
                 if result.stop or result.save or evaluates or self.is_over:
-                    heartbeat.phase("replay", self.progress.step)
+                    heartbeat.begin_phase("replay", self.progress.step)
                     self._replay.compare_weights(self.progress.step)  # before they are written
             except RewindRequested as fault:
                 self._rewind(fault)
@@ -261,8 +266,8 @@ class Trainer:
         self._halving.enabled = False
         self.strategy.module.train()
         steps = steps if largest else min(steps, self.max_steps)
-        with self.task.stream.reading(self.world):
-            first = self.task.stream.largest_step() if largest else 0
+        with self.task.stream.open_reading(self.world):
+            first = self.task.stream.find_largest_step() if largest else 0
             for index in range(steps):
                 self.progress.step = first if largest else index
                 if self._step().stop and index < steps - 1:
@@ -274,22 +279,22 @@ class Trainer:
         started_at, step = time.perf_counter(), self.progress.step + 1
         if step in self.progress.left_out:
             self.progress.step = step
-            requests = self.world.gather(self._requests(step))
+            requests = self.world.gather(self._collect_requests(step))
             stop, save, written = zip(*requests, strict=True)
             return _StepResult(any(stop), bool(save[0]), written)
-        heartbeat.phase("data", step)
+        heartbeat.begin_phase("data", step)
         batch = self.task.stream.global_batch(step - 1)
         for policy in self._policies:
             policy.before(step, batch, functools.partial(self._passes.gradients, step))
         gradients = self._passes.gradients(step, batch)
         if self._replay.is_due(step):
-            heartbeat.phase("replay", step)
+            heartbeat.begin_phase("replay", step)
             self._replay.check(step, functools.partial(self._passes.repeat, step, gradients.batch))
-        heartbeat.phase("metrics", step)
+        heartbeat.begin_phase("metrics", step)
         metrics = self._metrics(step, gradients)
-        learning_rate = self._learning_rate(step)
+        learning_rate = self._compute_learning_rate(step)
         self._checkpointing.before_update()
-        heartbeat.phase("optimizer", step)
+        heartbeat.begin_phase("optimizer", step)
         self.updating()
         skipped = [
             policy.skips(step, gradients) for policy in self._policies
@@ -301,11 +306,11 @@ class Trainer:
             scale = self._clip_factor(gradients.norm) / self.progress.loss_scale
             if self.strategy.bf16_weights is not None:
                 self.strategy.bf16_weights.step = step
-            shortage = attempt(functools.partial(self.strategy.step, learning_rate, scale))
+            shortage = catch_shortage(functools.partial(self.strategy.step, learning_rate, scale))
             if shortage is not None:  # a partial update must not be used
                 raise self._halving.error(step, gradients.batch, shortage)
             self.task.after_step(metrics)
-        heartbeat.phase("step policies and observers", step)
+        heartbeat.begin_phase("step policies and observers", step)
         seconds = time.perf_counter() - started_at
         self._record(step, gradients, learning_rate, metrics, seconds)
         self._checkpointing.after_step(seconds, gradients.batch.tokens)
@@ -314,7 +319,7 @@ class Trainer:
         reports = gradients.reports
         return _StepResult(any(rank.stop for rank in reports), bool(reports[0].save), [r.written for r in reports])
 
-    def _learning_rate(self, step: int) -> float:
+    def _compute_learning_rate(self, step: int) -> float:
         """Return the learning rate of a step: the schedule's, and what is left of it on a plateau."""
         left = max(self.progress.rate, self.training.recipe.optimizer.final_learning_rate_ratio)
         return self.schedule(step) * (left if self.progress.rate < 1.0 else 1.0)
@@ -360,7 +365,7 @@ class Trainer:
             "ones, which are kept, may have wrong values; test the memory and the processor, and start a new run"
         )
 
-    def _requests(self, step: int) -> tuple[bool, bool, float]:
+    def _collect_requests(self, step: int) -> tuple[bool, bool, float]:
         self._save_requested = self.save_requested() or self._save_requested
         save = self._save_requested or self._checkpointing.is_due(step)
         return self.stop_requested(), save, self._checkpointing.report
@@ -411,14 +416,14 @@ class Trainer:
         Raises:
             StopRequested: on every rank; what was interrupted stays pending.
         """
-        with averaged(self.strategy):
+        with swap_in_averages(self.strategy):
             return self._evaluate_weights()
 
     def _evaluate_weights(self) -> bool:
         step, progress, improved = self.progress.step, self.progress, False
         if progress.pending == EVALUATION and self.task.validation is not None:
-            self.events.announce(self._with_compiling("evaluating"), step)
-            heartbeat.phase("evaluation", step)
+            self.events.announce(self._mention_compiling("evaluating"), step)
+            heartbeat.begin_phase("evaluation", step)
             started_at = time.monotonic()
             measured = evaluate(
                 self.task,
@@ -441,7 +446,7 @@ class Trainer:
             self._follow(step, metrics)
         if progress.pending is not None:
             progress.pending = GENERATION
-            heartbeat.phase("generation", step)
+            heartbeat.begin_phase("generation", step)
             if self.task.prompts:
                 self.events.announce("generating samples", step)
             for prompt, text in generate(self.task, self.strategy, self._warn_low_memory, self.events):
@@ -469,16 +474,18 @@ class Trainer:
             if self._is_stopped:
                 message = (
                     f"the run ends at step {step}: {early.metric} has not improved in the last "
-                    f"{text.plural(early.patience, 'evaluation')} (evaluate.early_stopping)"
+                    f"{text.format_plural(early.patience, 'evaluation')} (evaluate.early_stopping)"
                 )
                 self.events.emit(Notice(message=message))
         if SCHEDULES.get(optimizer.schedule).on_plateau:
             since = progress.plateau.add(metrics["loss"], lambda best: best - _THRESHOLD * abs(best))
             if since > optimizer.plateau_patience:
                 progress.rate, progress.plateau.since = progress.rate * optimizer.plateau_factor, 0
-                self.events.emit(Notice(message=f"the learning rate is reduced to {self._learning_rate(step):.3g}"))
+                self.events.emit(
+                    Notice(message=f"the learning rate is reduced to {self._compute_learning_rate(step):.3g}")
+                )
 
-    def _with_compiling(self, what: str) -> str:
+    def _mention_compiling(self, what: str) -> str:
         """Return ``what`` in words that add the compilation, if there is one at this step."""
         compiles = self.training.recipe.train.compile is True and self.progress.step == self._first_step
         return f"compiling the model and {what}" if compiles else what
@@ -492,7 +499,7 @@ class Trainer:
     def _finish(self, status: str, started_at: float, path: Path | None) -> None:
         seconds = time.monotonic() - started_at
         measured, step = self._measured.summary(), self.progress.step
-        heartbeat.phase("finishing", step)
+        heartbeat.begin_phase("finishing", step)
         self.events.announce("finishing the report and the curves", step)
         self.events.emit(Finish(status=status, step=step, seconds=seconds, path=path, measured=measured))
 
@@ -530,7 +537,11 @@ class AnswerFiles:
         elif which != self._warned:
             self._warned = which
             names = ", ".join(measured.samples[0]["scores"])
-            of = f"all {text.plural(total, 'answer')} were" if which == "all" else f"{cut} of {total} answers were"
+            of = (
+                f"all {text.format_plural(total, 'answer')} were"
+                if which == "all"
+                else f"{cut} of {total} answers were"
+            )
             consequence = (
                 f"{names} of step {step} tell little about the model"
                 if which == "all"
@@ -539,7 +550,7 @@ class AnswerFiles:
             location = f"; the answers are in {file}" if file is not None else ""
             self._events.emit(
                 Notice(
-                    message=f"{of} cut at {text.plural(measured.limit, 'token')} (evaluate.max_new_tokens), so "
+                    message=f"{of} cut at {text.format_plural(measured.limit, 'token')} (evaluate.max_new_tokens), so "
                     f"{consequence}; raise evaluate.max_new_tokens{location}"
                 )
             )
@@ -563,7 +574,7 @@ class RunMeasurements:
     def step(self, seconds: float, tokens: int, memory_bytes: int) -> None:
         """Record one step: its time, its tokens, and the largest peak of any rank so far."""
         if self._before is None or len(self._seconds) == _WARM_UP_STEPS - 1:
-            self._before = self._process.counters(), heartbeat.in_collectives()
+            self._before = self._process.counters(), heartbeat.sum_collective_seconds()
         self._seconds.append(seconds)
         self._rates.append(tokens / seconds)
         self._memory_bytes = max(self._memory_bytes, memory_bytes)
@@ -581,7 +592,7 @@ class RunMeasurements:
         if not self._seconds or self._before is None:
             return {}
         before, waited = self._before
-        memory_bytes = max(self._memory_bytes, int(peak_memory(self._device)))  # an export reads the model back
+        memory_bytes = max(self._memory_bytes, int(read_peak_memory(self._device)))  # an export reads the model back
         summary: dict[str, float] = {"memory_bytes": memory_bytes}
         if self._device.type != "cpu":
             summary["tensors_bytes"] = memory_bytes
@@ -592,6 +603,6 @@ class RunMeasurements:
             "step_time": tokens / rate if rate else median(seconds),
             "tokens_per_second": rate,
             "steps": max(0, len(self._seconds) - _WARM_UP_STEPS),
-            "in_collectives": (heartbeat.in_collectives() - waited) / max(time.monotonic() - before.wall, 1e-6),
+            "in_collectives": (heartbeat.sum_collective_seconds() - waited) / max(time.monotonic() - before.wall, 1e-6),
             **self._process.since(before),
         }

@@ -10,7 +10,7 @@ import typer
 
 from trainwright.cli.recipe import Overrides, RecipeFile
 from trainwright.errors import EXIT_TRAINING, RequestError
-from trainwright.utils.text import say, table_width
+from trainwright.utils.text import choose_table_width, say
 
 
 def drill(
@@ -51,8 +51,8 @@ def drill(
         tries=tries,
         minutes=minutes,
         kinds=kinds or (),
-        strategies=_words(strategies),
-        processes=_numbers(processes),
+        strategies=_split_words(strategies),
+        processes=_parse_numbers(processes),
         jobs=jobs,
         resume=resume,
         progress=True,
@@ -62,17 +62,17 @@ def drill(
 
         say(json.dumps(outcome.values(), indent=2), wrap=False)
     else:
-        say(f"{outcome.table(table_width(sys.stdout))}\n\n{outcome.directory}/", wrap=False)
+        say(f"{outcome.table(choose_table_width(sys.stdout))}\n\n{outcome.directory}/", wrap=False)
     if not outcome.held:
         raise typer.Exit(EXIT_TRAINING)
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _numbers(text: str) -> list[int]:
+def _parse_numbers(text: str) -> list[int]:
     try:
-        return [int(word) for word in _words(text)]
+        return [int(word) for word in _split_words(text)]
     except ValueError:
         raise RequestError(f"--processes {text}: expected numbers separated by commas") from None

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainwright.data.sources.row_files import Row
-from trainwright.engine.out_of_memory import MemoryShortage, attempt
+from trainwright.engine.out_of_memory import MemoryShortage, catch_shortage
 from trainwright.errors import MachineError, RequestError
-from trainwright.inference.generation import Answer, Sampling, Stop, answer_batch, new_token_limit
-from trainwright.machine.vendors import processor_of
-from trainwright.models.configuration import layer_configs
+from trainwright.inference.generation import Answer, Sampling, Stop, answer_batch, compute_new_token_limit
+from trainwright.machine.vendors import look_up_processor
+from trainwright.models.configuration import list_layer_configs
 from trainwright.parallel.world import World, free_bytes
 from trainwright.utils import heartbeat
 from trainwright.utils.paths import write_file
@@ -39,7 +39,7 @@ class AnswerSettings:
 
     Attributes:
         rows: prompts per batch.
-        together: see ``over_ranks``.
+        together: see ``map_over_ranks``.
     """
 
     sampling: Sampling
@@ -68,18 +68,18 @@ def answer_all(
         MachineError: memory runs out with a single prompt.
     """
     sampling, stop = settings.sampling, settings.stop
-    lengths = [len(prompt) + new_token_limit(model, prompt, sampling) for prompt in prompts]
-    batches = batches_of(model, lengths, world, settings.rows)
+    lengths = [len(prompt) + compute_new_token_limit(model, prompt, sampling) for prompt in prompts]
+    batches = split_into_batches(model, lengths, world, settings.rows)
     costs = [float(len(batch) * lengths[batch[0]]) for batch in batches]
 
     def work(batch: Sequence[int]) -> list[Answer]:
         chosen = [prompts[index] for index in batch]
         return answer_batch(model, tokenizer, chosen, sampling, stop, examples=batch)
 
-    return over_ranks(world, batches, costs, work, done, together=settings.together, result=Answer)
+    return map_over_ranks(world, batches, costs, work, done, together=settings.together, result=Answer)
 
 
-def batches_of(
+def split_into_batches(
     model: PreTrainedModel, lengths: Sequence[int], world: World, rows: int | None = None
 ) -> list[list[int]]:
     """Return the indices of the prompts in batches, the same on every rank. Every rank must call.
@@ -91,20 +91,20 @@ def batches_of(
     element = next(model.parameters()).element_size()
     fixed = 12 * int(config.vocab_size)  # logits as computed, in fp32, and sorted
     # Keys and values are copied to grow; express the cost of a row in tokens of them.
-    token = 2 * cache_bytes(config, element)
+    token = 2 * compute_cache_bytes(config, element)
     free = min(free for (free,) in world.gather_floats([float(free_bytes(world))])) * _USABLE
     tokens = max(1, int(free / (token + fixed / max(lengths, default=1))))
-    return by_length(lengths, tokens=tokens, rows=rows or _ROWS[processor_of(world.device.type)])
+    return batch_by_length(lengths, tokens=tokens, rows=rows or _ROWS[look_up_processor(world.device.type)])
 
 
-def cache_bytes(config: Any, element_bytes: int) -> int:
+def compute_cache_bytes(config: Any, element_bytes: int) -> int:
     """Return the bytes of the keys and values of one token in all layers."""
-    layers = layer_configs(config)
+    layers = list_layer_configs(config)
     each = int(config.num_hidden_layers) // len(layers)
-    return 2 * each * sum(map(_channels, layers)) * element_bytes
+    return 2 * each * sum(map(_count_key_channels, layers)) * element_bytes
 
 
-def _channels(config: Any) -> int:
+def _count_key_channels(config: Any) -> int:
     """Return the channels of the keys of a token in a layer."""
     heads = int(getattr(config, "num_attention_heads", None) or 1)
     groups = int(getattr(config, "num_key_value_heads", None) or heads)
@@ -121,7 +121,7 @@ Done = Callable[[int], None]
 Stage = Callable[[str, int], Done]
 
 
-def by_length(lengths: Sequence[int], *, tokens: int, rows: int) -> list[list[int]]:
+def batch_by_length(lengths: Sequence[int], *, tokens: int, rows: int) -> list[list[int]]:
     """Return indices in batches of at most ``rows`` rows and ``tokens`` tokens with padding, longest batch first."""
     batches: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
@@ -132,7 +132,7 @@ def by_length(lengths: Sequence[int], *, tokens: int, rows: int) -> list[list[in
     return batches
 
 
-def over_ranks(
+def map_over_ranks(
     world: World,
     batches: Sequence[Sequence[int]],
     costs: Sequence[float],
@@ -160,20 +160,20 @@ def over_ranks(
     by_index: dict[int, T] = {}
     shortage: str | None = None
     largest = max(map(len, batches), default=0)
-    shares = _dealt(costs, 1) if together else _dealt(costs, world.size)
+    shares = _assign_batches(costs, 1) if together else _assign_batches(costs, world.size)
     mine = shares[0 if together else world.rank]
     for turn in range(max(map(len, shares))):
-        waiting = _parts(batches[mine[turn]], largest) if turn < len(mine) else []
+        waiting = _split_batch(batches[mine[turn]], largest) if turn < len(mine) else []
         while waiting and shortage is None:
             part = waiting.pop(0)
-            results = attempt(lambda part=part: work(part))  # type: ignore[misc]
+            results = catch_shortage(lambda part=part: work(part))  # type: ignore[misc]
             if not isinstance(results, MemoryShortage):
                 by_index.update(zip(part, results, strict=True))
                 done(len(part))
-                heartbeat.progress()
+                heartbeat.report_progress()
             elif len(part) > 1:
                 largest = -(-len(part) // 2)
-                waiting = [half for batch in (part, *waiting) for half in _parts(batch, largest)]
+                waiting = [half for batch in (part, *waiting) for half in _split_batch(batch, largest)]
             else:
                 shortage = f"rank {world.rank}: {results.detail}"
         world.check_stop()
@@ -187,7 +187,7 @@ def over_ranks(
     return [results_of_all[index] for index in range(len(results_of_all))]
 
 
-def _dealt(costs: Sequence[float], ranks: int) -> list[list[int]]:
+def _assign_batches(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Return the indices of the batches of every rank."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
@@ -198,7 +198,7 @@ def _dealt(costs: Sequence[float], ranks: int) -> list[list[int]]:
     return shares
 
 
-def _parts(batch: Sequence[int], largest: int) -> list[list[int]]:
+def _split_batch(batch: Sequence[int], largest: int) -> list[list[int]]:
     return [list(batch[begin : begin + largest]) for begin in range(0, len(batch), largest)]
 
 
@@ -219,30 +219,30 @@ def write_answers(out: Path, rows: Sequence[Row]) -> None:
         raise RequestError(f"--out: {out} cannot be written: {error.strerror or error}") from error
 
 
-def _jsonl(rows: Sequence[Row]) -> str:
+def _format_jsonl(rows: Sequence[Row]) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def _json(rows: Sequence[Row]) -> str:
+def _format_json(rows: Sequence[Row]) -> str:
     return json.dumps(rows, ensure_ascii=False, indent=2) + "\n"
 
 
-def _csv(rows: Sequence[Row]) -> str:
+def _format_csv(rows: Sequence[Row]) -> str:
     """Return one column per field of any row; lists and objects as JSON, because the format has only text."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
     writer.writeheader()
-    writer.writerows({name: _cell(value) for name, value in row.items()} for row in rows)
+    writer.writerows({name: _format_cell(value) for name, value in row.items()} for row in rows)
     return text.getvalue()
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 _FORMATS: dict[str, Callable[[Sequence[Row]], str]] = {
-    ".jsonl": _jsonl,
-    ".ndjson": _jsonl,
-    ".json": _json,
-    ".csv": _csv,
+    ".jsonl": _format_jsonl,
+    ".ndjson": _format_jsonl,
+    ".json": _format_json,
+    ".csv": _format_csv,
 }

@@ -39,16 +39,16 @@ class TextStream:
     def __call__(self, row: int, token: int) -> None:
         """Write the text of one more token."""
         self._tokens.append(token)
-        text = self._text()
-        overlap = max((_overlap(text, stop) for stop in self._stop.texts), default=0)
+        text = self._decode_text()
+        overlap = max((_count_overlap(text, stop) for stop in self._stop.texts), default=0)
         # A byte of an incomplete character is decoded as U+FFFD.
         self._show(text[: len(text) - overlap].rstrip("\ufffd"))
 
     def close(self) -> None:
         """Write what was held back."""
-        self._show(self._text())
+        self._show(self._decode_text())
 
-    def _text(self) -> str:
+    def _decode_text(self) -> str:
         text = self._stop.before(str(self._tokenizer.decode(self._tokens, skip_special_tokens=True)))
         return text.lstrip() if self._strip else text
 
@@ -58,7 +58,7 @@ class TextStream:
             self._written = len(text)
 
 
-def _overlap(text: str, stop: str) -> int:
+def _count_overlap(text: str, stop: str) -> int:
     """Return how many characters at the end of ``text`` are the beginning of ``stop``."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
 
@@ -106,7 +106,7 @@ class ChatSession:
 
         number, self._answers_given = self._answers_given, self._answers_given + 1
         try:
-            with self._loaded.lm.for_generation() as model:
+            with self._loaded.lm.open_for_generation() as model:
                 answers = answer_batch(
                     model, tokenizer, [prompt], self._sampling, self._stop, examples=[number], on_token=heard
                 )

@@ -12,14 +12,14 @@ from typing import Any
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointError, Checkpoints
 from trainwright.engine.checkpoints.manifest import is_checkpoint
 from trainwright.errors import RequestError
-from trainwright.models.supported import class_in
+from trainwright.models.supported import read_class_name
 from trainwright.models.tokenization import TOKENIZER_FILES
 from trainwright.recipe.files import read_json
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.model import AddedTokensSection, ModelSection
-from trainwright.utils.paths import user_path
-from trainwright.utils.text import quoted
+from trainwright.utils.paths import expand_user_path
+from trainwright.utils.text import quote_word
 
 _RECIPE, _FINAL = "recipe.yaml", "final"
 _ADAPTER = "adapter_config.json"
@@ -72,29 +72,31 @@ def find_model(
     Raises:
         RequestError: it does not exist or is not usable; names what exists.
     """
-    path = user_path(model)
+    path = expand_user_path(model)
     if is_checkpoint(path):
         _refuse_choice(checkpoint, f"{path} is a checkpoint")
-        unloaded = _checkpoint(_opened(path))
+        unloaded = _build_from_checkpoint(_verify_checkpoint(path))
     elif (path / _RECIPE).is_file():
-        unloaded = _of_run(path, checkpoint)
+        unloaded = _find_in_run(path, checkpoint)
     else:
         _refuse_choice(checkpoint, f"{model} is not a run")
-        unloaded = _of_adapter(path) if (path / _ADAPTER).is_file() else UnloadedModel(model, _section_of(model))
+        unloaded = (
+            _build_from_adapter(path) if (path / _ADAPTER).is_file() else UnloadedModel(model, _build_section(model))
+        )
     if of_texts and unloaded.recipe is not None and not unloaded.recipe.has_texts:
         raise RequestError(
             f"{model}: is of a run of {unloaded.recipe.task}, which acts in an environment and reads no texts; "
-            f"see how it acts with: trainwright eval {quoted(model)}"
+            f"see how it acts with: trainwright eval {quote_word(model)}"
         )
-    return unloaded if adapter is None else _with_adapter(unloaded, adapter)
+    return unloaded if adapter is None else _add_adapter(unloaded, adapter)
 
 
-def _section_of(model: str) -> ModelSection:
+def _build_section(model: str) -> ModelSection:
     """Return a model as it is, with the class that its configuration names if it is a module of somebody's own.
 
     Commands that find a model import that only with ``--trust-code``.
     """
-    implementation = class_in(user_path(model))
+    implementation = read_class_name(expand_user_path(model))
     return (
         ModelSection(name=model) if implementation is None else ModelSection(name=model, implementation=implementation)
     )
@@ -105,23 +107,23 @@ def _refuse_choice(checkpoint: str | None, why: str) -> None:
         raise RequestError(f"--checkpoint {checkpoint}: {why}; --checkpoint is for run directories")
 
 
-def _of_run(run: Path, checkpoint: str | None) -> UnloadedModel:
+def _find_in_run(run: Path, checkpoint: str | None) -> UnloadedModel:
     checkpoints = Checkpoints(run / "checkpoints", keep_last=1, keep_best=False)
     steps = checkpoints.steps()
     has_final = (run / _FINAL).is_dir()
     if checkpoint == "final" or (checkpoint is None and has_final):
         if not has_final:
             raise RequestError(f"--checkpoint final: {run} is not finished; {_describe_steps(steps)}")
-        return _final(run)
+        return _build_from_final(run)
     if checkpoint is not None and checkpoint.isdigit():
         if int(checkpoint) not in steps:
             raise RequestError(f"--checkpoint {checkpoint}: {run} has no such step; {_describe_steps(steps)}")
-        return _checkpoint(_opened(checkpoints.path(int(checkpoint))))
+        return _build_from_checkpoint(_verify_checkpoint(checkpoints.path(int(checkpoint))))
     if checkpoint not in (None, "best", "newest"):
         raise RequestError(
             f"--checkpoint {checkpoint}: choose from final, best, newest or a step; {_describe_steps(steps)}"
         )
-    newest, refused = checkpoints.latest()
+    newest, refused = checkpoints.find_latest()
     if newest is None:
         why = f": {'; '.join(map(str, refused))}" if refused else ""
         raise RequestError(f"{run} has no {_FINAL}/ and no checkpoint that can be read{why}")
@@ -130,27 +132,27 @@ def _of_run(run: Path, checkpoint: str | None) -> UnloadedModel:
     if checkpoint == "best" and best is None:
         raise RequestError(f"--checkpoint best: {run} has no validation results; {_describe_steps(steps)}")
     if checkpoint != "newest" and best in steps:
-        return _checkpoint(_opened(checkpoints.path(best)))
+        return _build_from_checkpoint(_verify_checkpoint(checkpoints.path(best)))
     if checkpoint == "best":
         raise RequestError(f"--checkpoint best: that of step {best} was not kept; {_describe_steps(steps)}")
-    return _checkpoint(newest.path)
+    return _build_from_checkpoint(newest.path)
 
 
-def _final(run: Path) -> UnloadedModel:
+def _build_from_final(run: Path) -> UnloadedModel:
     recipe = load_recipe(run / _RECIPE)
     directory = run / _FINAL
     adapted = (directory / _ADAPTER).is_file()
-    section = _adapted(recipe.model, directory) if adapted else _section_of(str(directory))
+    section = _set_adapter(recipe.model, directory) if adapted else _build_section(str(directory))
     return UnloadedModel(str(directory), section, recipe.train.seed, recipe=recipe, run=run)
 
 
-def _checkpoint(path: Path) -> UnloadedModel:
+def _build_from_checkpoint(path: Path) -> UnloadedModel:
     recipe = load_recipe(path / _RECIPE)
     run = path.parent.parent if (path.parent.parent / _RECIPE).is_file() else None
     return UnloadedModel(str(path), recipe.model, recipe.train.seed, checkpoint=path, recipe=recipe, run=run)
 
 
-def _opened(path: Path) -> Path:
+def _verify_checkpoint(path: Path) -> Path:
     try:
         return Checkpoint.open(path).path
     except CheckpointError as error:
@@ -161,24 +163,24 @@ def _describe_steps(steps: list[int]) -> str:
     return f"there are checkpoints of step {', '.join(map(str, steps))}" if steps else "there is no checkpoint"
 
 
-def _of_adapter(path: Path) -> UnloadedModel:
+def _build_from_adapter(path: Path) -> UnloadedModel:
     run = path.resolve().parent
     if path.resolve().name == _FINAL and (run / _RECIPE).is_file():
-        return _final(run)
-    base = _base_section(path)
-    return replace(_with_adapter(UnloadedModel(str(base.name), base), str(path)), origin=f"{path} on {base.name}")
+        return _build_from_final(run)
+    base = _read_base_section(path)
+    return replace(_add_adapter(UnloadedModel(str(base.name), base), str(path)), origin=f"{path} on {base.name}")
 
 
-def _base_section(path: Path) -> ModelSection:
+def _read_base_section(path: Path) -> ModelSection:
     """Return the model that an adapter was trained on, from the adapter's own settings."""
     from trainwright.models.adapters.files import BaseModel
 
     recorded = BaseModel.read(path)
-    name = recorded.name if recorded is not None else _json(path / _ADAPTER).get("base_model_name_or_path")
+    name = recorded.name if recorded is not None else _read_object(path / _ADAPTER).get("base_model_name_or_path")
     other = "pass the base model, and the adapter with --adapter"
     if not isinstance(name, str) or not name:
         raise RequestError(f"{path}/{_ADAPTER} does not name its base model; {other}")
-    if recorded is not None and recorded.is_fresh and not user_path(name).exists():
+    if recorded is not None and recorded.is_fresh and not expand_user_path(name).exists():
         raise RequestError(
             f"{path} is an adapter of a randomly initialized model ({name}); pass the run, which can recreate the model"
         )
@@ -191,23 +193,23 @@ def _base_section(path: Path) -> ModelSection:
     return ModelSection(name=name, gguf_file=recorded.gguf_file, overrides=recorded.overrides, added_tokens=added)
 
 
-def _json(file: Path) -> dict[str, Any]:
+def _read_object(file: Path) -> dict[str, Any]:
     values = read_json(file)
     return values if isinstance(values, dict) else {}
 
 
-def _with_adapter(base: UnloadedModel, adapter: str) -> UnloadedModel:
-    directory = user_path(adapter)
+def _add_adapter(base: UnloadedModel, adapter: str) -> UnloadedModel:
+    directory = expand_user_path(adapter)
     if not (directory / _ADAPTER).is_file() and (directory / _FINAL / _ADAPTER).is_file():
         directory = directory / _FINAL
     if not (directory / _ADAPTER).is_file():
         raise RequestError(f"--adapter: {directory} has no {_ADAPTER}; pass the directory of an adapter")
     if base.checkpoint is not None or base.section.adapter.type != "none":
         raise RequestError(f"--adapter: {base.origin} already has an adapter; pass its base model")
-    return replace(base, origin=f"{base.origin} with {directory}", section=_adapted(base.section, directory))
+    return replace(base, origin=f"{base.origin} with {directory}", section=_set_adapter(base.section, directory))
 
 
-def _adapted(section: ModelSection, directory: Path) -> ModelSection:
+def _set_adapter(section: ModelSection, directory: Path) -> ModelSection:
     """Return the section with the adapter in ``directory``, and with the tokenizer saved with it, if any.
 
     Fresh weights depend on the tokenizer's vocabulary, so with them the tokenizer is not replaced.

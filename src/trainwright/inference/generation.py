@@ -16,7 +16,7 @@ import torch
 from transformers import DynamicCache
 
 from trainwright.errors import RequestError
-from trainwright.models.tokenization import token_ids, turn_end
+from trainwright.models.tokenization import list_token_ids, turn_end
 from trainwright.recipe.sections.model import OWN
 from trainwright.utils import heartbeat
 
@@ -61,14 +61,14 @@ def answer_batch(
         RequestError: a prompt is empty, or leaves no position for an answer; or the architecture's cache is not
             supported.
     """
-    rows = [_Row(number, new_token_limit(model, prompt, sampling)) for number, prompt in enumerate(prompts)]
+    rows = [_Row(number, compute_new_token_limit(model, prompt, sampling)) for number, prompt in enumerate(prompts)]
     choose = Sampler(sampling, range(len(prompts)) if examples is None else examples)
     with torch.no_grad():
         _write(model, tokenizer, prompts, rows, choose, stop, on_token)
     return [row.answer(tokenizer, stop) for row in rows]
 
 
-def new_token_limit(model: PreTrainedModel, prompt: Sequence[int], sampling: Sampling) -> int:
+def compute_new_token_limit(model: PreTrainedModel, prompt: Sequence[int], sampling: Sampling) -> int:
     """Return the maximum number of tokens of an answer to ``prompt``. Raises RequestError if it is 0."""
     if not prompt:
         raise RequestError("the prompt is empty")
@@ -120,10 +120,10 @@ def _write(
     on_token: OnToken | None,
 ) -> None:
     takes = inspect.signature(model.forward).parameters
-    cache_name, cache = _new_cache(model)
+    cache_name, cache = _create_cache(model)
     config = model.config.get_text_config()
     attends = hasattr(config, "num_attention_heads")
-    inputs, mask = _left_padded(prompts, padding_token(tokenizer, config.vocab_size), model.device)
+    inputs, mask = _pad_left(prompts, choose_padding_token(tokenizer, config.vocab_size), model.device)
     positions = (mask.cumsum(1) - 1).clamp_(min=0)
     step = 0
     while rows:
@@ -134,7 +134,7 @@ def _write(
         output = model(input_ids=inputs, use_cache=True, **extra)
         tokens = choose(output.logits[:, -1].float(), step, [row.number for row in rows])
         chosen = tokens.tolist()
-        heartbeat.progress()
+        heartbeat.report_progress()
         if on_token is not None:
             for row, token in zip(rows, chosen, strict=True):
                 if token not in stop.tokens:
@@ -157,13 +157,13 @@ def _write(
         step += 1
 
 
-def padding_token(tokenizer: PreTrainedTokenizerBase, embeddings: int) -> int:
+def choose_padding_token(tokenizer: PreTrainedTokenizerBase, embeddings: int) -> int:
     """Return the padding token or, if the model has no embedding for it, 0; padding is masked."""
     pad: int | None = tokenizer.pad_token_id
     return pad if pad is not None and pad < embeddings else 0
 
 
-def _left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _pad_left(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids and mask [B, L], with every prompt ending in the last column."""
     longest = max(map(len, prompts))
     ids = torch.full((len(prompts), longest), pad)
@@ -204,7 +204,7 @@ class Sampler:
         self._sampling = sampling
         self._draws: torch.Tensor | None = None
         if sampling.temperature > 0:
-            self._draws = torch.stack([_draws(sampling, example) for example in examples])
+            self._draws = torch.stack([_sample_uniforms(sampling, example) for example in examples])
 
     def __call__(self, logits: torch.Tensor, step: int, rows: Sequence[int]) -> torch.Tensor:
         """Return tokens [B] for ``logits`` [B, V] of the unfinished ``rows``, at the ``step``-th token from 0."""
@@ -213,24 +213,24 @@ class Sampler:
         draws = self._draws[list(rows), step].to(logits.device)
         logits = logits.double() / self._sampling.temperature
         if self._sampling.top_p >= 1 and self._sampling.top_k is None:
-            return _drawn(logits.softmax(-1), draws)
+            return _sample_tokens(logits.softmax(-1), draws)
         ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
         if self._sampling.top_k is not None:
             ordered, tokens = ordered[:, : self._sampling.top_k], tokens[:, : self._sampling.top_k]
         probabilities = ordered.softmax(-1)
         before = probabilities.cumsum(-1) - probabilities
         nucleus = probabilities.masked_fill(before >= self._sampling.top_p, 0.0)
-        return tokens.gather(1, _drawn(nucleus, draws)[:, None])[:, 0]
+        return tokens.gather(1, _sample_tokens(nucleus, draws)[:, None])[:, 0]
 
 
-def _drawn(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+def _sample_tokens(weights: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     """Return the indices [B] drawn from the ``weights`` [B, V] by inverse transform of the ``draws`` in [0, 1)."""
     ends = weights.cumsum(-1)
     index = torch.searchsorted(ends, draws[:, None] * ends[:, -1:], right=True)
     return index.clamp_(max=weights.shape[-1] - 1)[:, 0]
 
 
-def _draws(sampling: Sampling, example: int) -> torch.Tensor:
+def _sample_uniforms(sampling: Sampling, example: int) -> torch.Tensor:
     """Return a uniform number in [0, 1) for every token of the example's answer."""
     digest = hashlib.sha256(f"{sampling.seed}/{example}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
@@ -249,7 +249,7 @@ class Stop:
     tokens: frozenset[int]
     texts: tuple[str, ...] = ()
 
-    def with_texts(self, texts: Iterable[str]) -> Stop:
+    def add_texts(self, texts: Iterable[str]) -> Stop:
         """Return a copy with additional stop texts."""
         return Stop(self.tokens, (*self.texts, *(text for text in texts if text)))
 
@@ -273,18 +273,18 @@ def stop_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, chat:
     Args:
         chat: whether answers are turns of a conversation: then the end of a turn in the chat template ends them, too.
     """
-    tokens = {*token_ids(tokenizer.eos_token_id), *token_ids(getattr(model.config, "eos_token_id", None))}
+    tokens = {*list_token_ids(tokenizer.eos_token_id), *list_token_ids(getattr(model.config, "eos_token_id", None))}
     if model.generation_config is not None:
-        tokens.update(token_ids(model.generation_config.eos_token_id))
+        tokens.update(list_token_ids(model.generation_config.eos_token_id))
     texts: tuple[str, ...] = ()
     if chat:
         token, text = turn_end(tokenizer)
-        tokens.update(token_ids(token))
+        tokens.update(list_token_ids(token))
         texts = (text,) if text else ()
     return Stop(frozenset(tokens), texts)
 
 
-def _new_cache(model: PreTrainedModel) -> tuple[str, Any]:
+def _create_cache(model: PreTrainedModel) -> tuple[str, Any]:
     """Return the name of the argument under which the model takes its cache, and an empty one; None as the cache of a
     model without one, which computes the whole text for every token.
 

@@ -18,10 +18,10 @@ from trainwright.machine.machine import Machine
 from trainwright.models.adapters.attaching import attach_adapter
 from trainwright.models.causal_lm import CausalLM, check_model, freeze
 from trainwright.models.load import load_config, load_model, load_tokenizer
-from trainwright.models.resolve_model import resolve, stored_weights
-from trainwright.models.truncate_config import parameter_count
+from trainwright.models.resolve_model import count_stored_weights, resolve
+from trainwright.models.truncate_config import count_parameters
 from trainwright.parallel.layout import Shard
-from trainwright.utils.activity import doing
+from trainwright.utils.activity import begin_activity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,7 +52,7 @@ def load(unloaded: UnloadedModel, dtype: torch.dtype, device: torch.device) -> L
     Raises:
         RequestError: the weights are missing, damaged or inconsistent.
     """
-    with for_users():
+    with name_arguments_in_errors():
         tokenizer = load_tokenizer(unloaded.section)
         model = load_model(unloaded.section, dtype, unloaded.seed, tokenizer)
         attach_adapter(model, unloaded.section, unloaded.seed)
@@ -65,7 +65,7 @@ def load(unloaded: UnloadedModel, dtype: torch.dtype, device: torch.device) -> L
             parameter.requires_grad_(False)
             if parameter.is_floating_point():  # adapters are stored in fp32
                 parameter.data = parameter.data.to(dtype)
-        doing("checking the model")
+        begin_activity("checking the model")
         check_model(lm, probe(model.config.get_text_config().vocab_size), _SAME.get(dtype, _SAME_ROUNDED))
         return Loaded(lm.to(device).eval(), tokenizer, tokenizer.chat_template is not None)
 
@@ -77,11 +77,11 @@ def check_fits(unloaded: UnloadedModel, dtype: torch.dtype, machine: Machine, pr
         MachineError: it cannot.
         RequestError: the configuration is that of a far larger model than the weights, for which memory would be taken.
     """
-    with for_users():
-        count = parameter_count(load_config(unloaded.section))
+    with name_arguments_in_errors():
+        count = count_parameters(load_config(unloaded.section))
         directory = resolve(unloaded.section, weights=False).directory
         if directory is not None and unloaded.section.gguf_file is None:
-            stored = sum(stored_weights(directory).values())
+            stored = sum(count_stored_weights(directory).values())
             if count > 2 * stored:
                 raise RequestError(
                     f"model.name: {directory} has weights of {stored:,} numbers, and its config.json is that of a "
@@ -113,7 +113,7 @@ def probe(vocabulary: int) -> Batch:
 def _fill(lm: CausalLM, checkpoint: Checkpoint) -> None:
     """Load the trained tensors from the checkpoint into the model."""
     persistent = lm.state_dict(keep_vars=True)
-    with checkpoint.reader() as read, torch.no_grad():
+    with checkpoint.open_reader() as read, torch.no_grad():
         for name, parameter in lm.named_parameters():
             if parameter.requires_grad:
                 parameter.copy_(read.weights(name, Shard.full(parameter)))
@@ -123,7 +123,7 @@ def _fill(lm: CausalLM, checkpoint: Checkpoint) -> None:
 
 
 @contextmanager
-def for_users() -> Iterator[None]:
+def name_arguments_in_errors() -> Iterator[None]:
     """Make messages name the command's argument instead of a recipe's key, for commands without a recipe."""
     try:
         yield

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from trainwright.data.rows.chat_encoding import ChatEncoder
 from trainwright.data.rows.formats import Message, TurnsError, to_example
 from trainwright.data.rows.layouts import RowLayout, check_format
-from trainwright.data.rows.texts import text_ids
-from trainwright.data.sources.reading import iterate_source, source_notes
+from trainwright.data.rows.texts import encode_texts
+from trainwright.data.sources.reading import iterate_source, list_source_notes
 from trainwright.data.sources.row_files import Row, read_text
 from trainwright.errors import RequestError
-from trainwright.utils.paths import user_path
+from trainwright.utils.paths import expand_user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,30 +58,30 @@ def read_questions(source: str, key: str) -> Questions:
     Raises:
         RequestError: the source or a row is invalid, with the row's file and line.
     """
-    path = user_path(source)
+    path = expand_user_path(source)
     lines = path.suffix.lower() == ".txt" and path.is_file()
     questions = Questions([], [], [], [])
-    for location, row in _prompts(path) if lines else iterate_source(source, key=key):
+    for location, row in _iterate_prompts(path) if lines else iterate_source(source, key=key):
         filled = {name: value for name, value in row.items() if value is not None}
         try:
-            questions.questions.append(_question(filled))
+            questions.questions.append(_build_question(filled))
         except RequestError as error:
             raise RequestError(f"{key}: {location}: {error}") from None
         questions.rows.append(filled)
         questions.locations.append(location)
-    questions.notes.extend([] if lines else source_notes(source, key))
+    questions.notes.extend([] if lines else list_source_notes(source, key))
     if not questions.rows:
         raise RequestError(f"{key}: {source} has no {('prompts, one per line' if lines else 'rows')}")
     return questions
 
 
-def _prompts(path: Path) -> Iterator[tuple[str, Row]]:
+def _iterate_prompts(path: Path) -> Iterator[tuple[str, Row]]:
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
             yield f"{path}:{number}", {"prompt": line.strip()}
 
 
-def last_answer(conversation: Sequence[Message]) -> int:
+def find_last_answer(conversation: Sequence[Message]) -> int:
     """Return the index of the last turn that is trained on; every conversation that was read has one."""
     return max(
         turn
@@ -112,7 +112,7 @@ class PromptEncoder:
         """Return the token ids of a question. Raises RequestError if the template rejects the conversation."""
         if self._encoder is None or isinstance(question, str):
             text = question if isinstance(question, str) else str(question[-1]["content"])
-            return text_ids(self._tokenizer, [text])[0]
+            return encode_texts(self._tokenizer, [text])[0]
         try:
             return self._encoder.prompts([self._opened(question)])[0]
         except TurnsError as error:
@@ -126,8 +126,8 @@ class PromptEncoder:
         return [{"role": "system", "content": self._system, **tools}, first, *rest]
 
 
-def _question(row: Row) -> Question:
-    layout = _layout(row)
+def _build_question(row: Row) -> Question:
+    layout = _find_layout(row)
     question_field, answer_field = _FIELDS[layout]
     field, answer = layout.column(question_field), None if answer_field is None else layout.column(answer_field)
     turns = isinstance(row[field], list)
@@ -137,10 +137,10 @@ def _question(row: Row) -> Question:
     elif turns and not _is_answered(row[field]):
         complete[field] = [*row[field], _ANSWER]
     example = to_example(complete, layout)
-    return example if isinstance(example, str) else example[: last_answer(example)]
+    return example if isinstance(example, str) else example[: find_last_answer(example)]
 
 
-def _layout(row: Row) -> RowLayout:
+def _find_layout(row: Row) -> RowLayout:
     """Return the layout that a row would have with an answer, from the columns that training reads."""
     name = next((name for name, (field, _) in _FIELDS.items() if row.get(field) is not None), "question_answer")
     answer = _FIELDS[name][1]

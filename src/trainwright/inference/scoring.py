@@ -12,8 +12,8 @@ import torch
 
 from trainwright.data.stream.batch import Batch, collate_examples
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.inference.answering import Done, by_length, over_ranks
-from trainwright.machine.vendors import processor_of
+from trainwright.inference.answering import Done, batch_by_length, map_over_ranks
+from trainwright.machine.vendors import look_up_processor
 from trainwright.models.causal_lm import CausalLM
 from trainwright.parallel.world import World
 
@@ -50,18 +50,18 @@ def score(
     Args:
         lm: on the world's device; unless it supports packing, examples are padded to the longest of a batch.
         tokens: per batch.
-        together: see ``over_ranks``.
+        together: see ``map_over_ranks``.
 
     Raises:
         MachineError: memory runs out with a single example.
     """
 
     def work(batch: Batch, counts: Sequence[int]) -> list[TokenScores]:
-        losses, correct = lm.token_statistics(batch)
-        pairs = zip(_parts(losses.float(), counts), _parts(correct, counts), strict=True)
+        losses, correct = lm.compute_token_statistics(batch)
+        pairs = zip(_split_by_example(losses.float(), counts), _split_by_example(correct, counts), strict=True)
         return [TokenScores(*pair) for pair in pairs]
 
-    return _over_sequences(lm, dataset, world, work, tokens, done, together)
+    return _map_over_sequences(lm, dataset, world, work, tokens, done, together)
 
 
 def score_standardized(
@@ -70,12 +70,12 @@ def score_standardized(
     """Return the standardized log-likelihoods of the targets of every example; see ``score`` and ``CausalLM``."""
 
     def work(batch: Batch, counts: Sequence[int]) -> list[npt.NDArray[np.float32]]:
-        return _parts(lm.standardized_log_likelihood(batch), counts)
+        return _split_by_example(lm.compute_standardized_log_likelihood(batch), counts)
 
-    return _over_sequences(lm, dataset, world, work, None, done, False)
+    return _map_over_sequences(lm, dataset, world, work, None, done, False)
 
 
-def _over_sequences(
+def _map_over_sequences(
     lm: CausalLM,
     dataset: TokenDataset,
     world: World,
@@ -86,7 +86,9 @@ def _over_sequences(
 ) -> list[T]:
     """Call ``work`` on batches of examples of similar length, with their targets; return the results in order."""
     lengths = [dataset.length(index) for index in range(len(dataset))]
-    batches = by_length(lengths, tokens=tokens or _TOKENS[processor_of(world.device.type)], rows=len(lengths) or 1)
+    batches = batch_by_length(
+        lengths, tokens=tokens or _TOKENS[look_up_processor(world.device.type)], rows=len(lengths) or 1
+    )
     costs = [float(sum(lengths[index] for index in batch)) for batch in batches]
 
     def on(indices: Sequence[int]) -> list[T]:
@@ -97,11 +99,11 @@ def _over_sequences(
     training = lm.training
     lm.eval()
     try:
-        return over_ranks(world, batches, costs, on, done, together=together, result=TokenScores)
+        return map_over_ranks(world, batches, costs, on, done, together=together, result=TokenScores)
     finally:
         lm.train(training)
 
 
-def _parts(values: torch.Tensor, counts: Sequence[int]) -> list[npt.NDArray[Any]]:
+def _split_by_example(values: torch.Tensor, counts: Sequence[int]) -> list[npt.NDArray[Any]]:
     """Split the values by example."""
     return np.split(values.cpu().numpy(), np.cumsum(counts)[:-1])

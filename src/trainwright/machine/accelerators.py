@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import MachineError
-from trainwright.machine.cgroups import read
+from trainwright.machine.cgroups import read_text
 from trainwright.machine.vendors import GPU_TYPES, TRAINING_RUNS_ON, VENDORS, Vendor
 
 if TYPE_CHECKING:
@@ -49,17 +49,17 @@ class Build:
     hip: str | None = None
     xpu: str | None = None
 
-    def drives(self, vendor: Vendor) -> bool:
+    def supports_vendor(self, vendor: Vendor) -> bool:
         """Return whether it is for the GPUs of a vendor."""
         return {"NVIDIA": self.cuda, "AMD": self.hip, "Intel": self.xpu}.get(vendor) is not None
 
     def describe(self) -> str:
         """Return what it is for, in words."""
-        software = next((VENDORS[name].software for name in VENDORS if self.drives(VENDORS[name].name)), None)
+        software = next((VENDORS[name].software for name in VENDORS if self.supports_vendor(VENDORS[name].name)), None)
         return "a build for CPUs" if software is None else f"a {software} build"
 
 
-def with_device(machine: Machine, device: str) -> Machine:
+def restrict_to_device(machine: Machine, device: str) -> Machine:
     """Return the machine for a run whose ``parallel.device`` is ``device``: without GPUs if that is cpu.
 
     Raises:
@@ -89,13 +89,13 @@ def refuse_unusable(machine: Machine) -> None:
         raise MachineError(f"{'; '.join(machine.unusable)}. Fix that, or {HIDE}")
 
 
-def other_vendor(build: Build, root: Path = Path("/")) -> Vendor | None:
+def find_other_vendor(build: Build, root: Path = Path("/")) -> Vendor | None:
     """Return the vendor other than NVIDIA whose GPUs are in this machine and whose software torch is built with."""
-    present: dict[Vendor, int] = {"AMD": _amd_gpus(root), "Intel": _intel_gpus(root)}
-    return next((vendor for vendor, count in present.items() if count and build.drives(vendor)), None)
+    present: dict[Vendor, int] = {"AMD": _count_amd_gpus(root), "Intel": _count_intel_gpus(root)}
+    return next((vendor for vendor, count in present.items() if count and build.supports_vendor(vendor)), None)
 
 
-def unusable(
+def explain_unusable(
     chosen: int,
     nvml: Nvml,
     build: Build,
@@ -114,15 +114,18 @@ def unusable(
     visible = variables.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return ()  # the documented way to train on the CPU
-    reasons = [*_nvidia(chosen, nvml, build, root, visible), *(_other(build, unlisted, root) if not chosen else ())]
-    return tuple(reasons or ([] if chosen else _reserved(variables)))
+    reasons = [
+        *_explain_nvidia(chosen, nvml, build, root, visible),
+        *(_explain_other_vendors(build, unlisted, root) if not chosen else ()),
+    ]
+    return tuple(reasons or ([] if chosen else _explain_reserved(variables)))
 
 
-def installed_build() -> Build:
+def read_installed_build() -> Build:
     """Return the build of the installed torch, read from its file: importing it takes a second."""
     spec = find_spec("torch")
     places = list(spec.submodule_search_locations or []) if spec is not None else []
-    text = read(Path(places[0]) / "version.py") if places else ""
+    text = read_text(Path(places[0]) / "version.py") if places else ""
 
     def value(name: str) -> str | None:
         match = re.search(rf"^{name}\b[^=\n]*=\s*'([^']*)'", text, re.MULTILINE)
@@ -149,8 +152,8 @@ def ask_nvml(pynvml: Any) -> Nvml:
     return Nvml(count, None, driver, tuple(mig))
 
 
-def _nvidia(chosen: int, nvml: Nvml, build: Build, root: Path, visible: str | None) -> Iterator[str]:
-    there = nvml.count or _nvidia_gpus(root)
+def _explain_nvidia(chosen: int, nvml: Nvml, build: Build, root: Path, visible: str | None) -> Iterator[str]:
+    there = nvml.count or _count_nvidia_gpus(root)
     if not there:
         return
     gpus = f"{there} NVIDIA GPU{'s' * (there > 1)}"
@@ -168,16 +171,16 @@ def _nvidia(chosen: int, nvml: Nvml, build: Build, root: Path, visible: str | No
         )
         return
     if visible is not None and "MIG-" in visible:
-        yield f"CUDA_VISIBLE_DEVICES is {visible!r}: slices of a GPU split by MIG are not supported; {_whole_gpu()}"
+        yield f"CUDA_VISIBLE_DEVICES is {visible!r}: slices of a GPU split by MIG are not supported; {_suggest_fix()}"
         return
     if chosen == 0:
         yield f"CUDA_VISIBLE_DEVICES is {visible!r}, which selects none of the {gpus}: unset it, or select a GPU"
         return
     if nvml.mig:
         which = ", ".join(map(str, nvml.mig))
-        yield f"GPU {which} is split by MIG, and a process can use only one slice; {_whole_gpu()}"
+        yield f"GPU {which} is split by MIG, and a process can use only one slice; {_suggest_fix()}"
     if build.cuda is None:
-        yield _other_build(there, gpus, build, "CUDA")
+        yield _describe_other_build(there, gpus, build, "CUDA")
     elif nvml.driver_cuda is not None and nvml.driver_cuda < int(build.cuda.partition(".")[0]):
         yield (
             f"the NVIDIA driver runs CUDA {nvml.driver_cuda}, and torch {build.version} needs CUDA {build.cuda}: "
@@ -185,21 +188,21 @@ def _nvidia(chosen: int, nvml: Nvml, build: Build, root: Path, visible: str | No
         )
 
 
-def _whole_gpu() -> str:
+def _suggest_fix() -> str:
     return "have an administrator turn it off (nvidia-smi -mig 0), or use a whole GPU"
 
 
-def _nvidia_gpus(root: Path) -> int:
+def _count_nvidia_gpus(root: Path) -> int:
     """Return the number of GPUs shown by the driver's files, its devices or the bus, whichever shows most."""
     return max(
-        _entries(root / "proc/driver/nvidia/gpus", r".+"),
-        _entries(root / "dev", r"nvidia\d+"),
-        _entries(root / "dev", r"nvhost-gpu|nvgpu"),  # Jetson's, which older drivers do not show to NVML
-        sum(vendor == _NVIDIA and kind.startswith(_DISPLAY) for _, vendor, kind in _pci(root)),
+        _count_entries(root / "proc/driver/nvidia/gpus", r".+"),
+        _count_entries(root / "dev", r"nvidia\d+"),
+        _count_entries(root / "dev", r"nvhost-gpu|nvgpu"),  # Jetson's, which older drivers do not show to NVML
+        sum(vendor == _NVIDIA and kind.startswith(_DISPLAY) for _, vendor, kind in _list_pci_devices(root)),
     )
 
 
-def _reserved(variables: Mapping[str, str]) -> Iterator[str]:
+def _explain_reserved(variables: Mapping[str, str]) -> Iterator[str]:
     """Yield a message if a scheduler or the user reserved GPUs for this process and none is found."""
     names = ("SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "CUDA_VISIBLE_DEVICES")
     for name in names:
@@ -208,7 +211,7 @@ def _reserved(variables: Mapping[str, str]) -> Iterator[str]:
             return
 
 
-def _other_build(count: int, gpus: str, build: Build, software: str) -> str:
+def _describe_other_build(count: int, gpus: str, build: Build, software: str) -> str:
     return (
         f"there {'are' if count > 1 else 'is'} {gpus}, and torch {build.version} is {build.describe()}: install one "
         f"for {software} (https://pytorch.org/get-started/locally)"
@@ -221,54 +224,56 @@ _ACCESS: Mapping[Vendor, str] = {
 }
 
 
-def _other(build: Build, unlisted: str | None, root: Path) -> Iterator[str]:
+def _explain_other_vendors(build: Build, unlisted: str | None, root: Path) -> Iterator[str]:
     devices = []
-    counts: dict[Vendor, int] = {"AMD": _amd_gpus(root), "Intel": _intel_gpus(root)}
+    counts: dict[Vendor, int] = {"AMD": _count_amd_gpus(root), "Intel": _count_intel_gpus(root)}
     for vendor, count in counts.items():
         if not count:
             continue
         software = VENDORS[vendor].software
         gpus = f"{count} {vendor} GPU{'s' * (count > 1)} ({software})"
-        if build.drives(vendor):
+        if build.supports_vendor(vendor):
             yield f"torch {build.version} does not list the {gpus} ({unlisted or 'it finds none'}): {_ACCESS[vendor]}"
         else:
-            yield _other_build(count, gpus, build, software)
+            yield _describe_other_build(count, gpus, build, software)
     for number, name in _OTHERS.items():
-        if count := sum(other == number and kind.startswith(_ACCELERATOR) for _, other, kind in _pci(root)):
+        if count := sum(
+            other == number and kind.startswith(_ACCELERATOR) for _, other, kind in _list_pci_devices(root)
+        ):
             devices.append(f"{count} {name}")
-    if neuron := _entries(root / "dev", r"neuron\d+"):
+    if neuron := _count_entries(root / "dev", r"neuron\d+"):
         devices.append(f"{neuron} AWS Neuron device{'s' * (neuron > 1)}")
     if devices:
         yield f"{' and '.join(devices)} cannot be used: {TRAINING_RUNS_ON}"
 
 
-def _intel_gpus(root: Path) -> int:
+def _count_intel_gpus(root: Path) -> int:
     """Return the number of Intel's cards: its integrated graphics are on the processor's bus, cards behind a bridge."""
     return sum(
         vendor == _INTEL and kind.startswith((_DISPLAY, _ACCELERATOR)) and not address.startswith("0000:00:")
-        for address, vendor, kind in _pci(root)
+        for address, vendor, kind in _list_pci_devices(root)
     )
 
 
-def _amd_gpus(root: Path) -> int:
+def _count_amd_gpus(root: Path) -> int:
     """Return the number of AMD GPUs with their own memory.
 
     A processor's integrated graphics share a node with its cores (amdkfd's topology). Without the driver's device, in a
     container to which it was not given, cards without a display are on the bus.
     """
     if not (root / "dev/kfd").exists():
-        return sum(vendor == _AMD and kind.startswith(_AMD_CARDS) for _, vendor, kind in _pci(root))
+        return sum(vendor == _AMD and kind.startswith(_AMD_CARDS) for _, vendor, kind in _list_pci_devices(root))
     nodes = list((root / "sys/class/kfd/kfd/topology/nodes").glob("*/properties"))
     if not nodes:
         return 1
     count = 0
     for node in nodes:
-        values = dict(line.split(maxsplit=1) for line in read(node).splitlines() if len(line.split()) > 1)
+        values = dict(line.split(maxsplit=1) for line in read_text(node).splitlines() if len(line.split()) > 1)
         count += int(values.get("simd_count", 0)) > 0 and int(values.get("cpu_cores_count", 0)) == 0
     return count
 
 
-def _pci(root: Path) -> list[tuple[str, str, str]]:
+def _list_pci_devices(root: Path) -> list[tuple[str, str, str]]:
     """Return address, vendor and class of every PCI device."""
     directory = root / "sys/bus/pci/devices"
     try:
@@ -276,11 +281,12 @@ def _pci(root: Path) -> list[tuple[str, str, str]]:
     except OSError:
         return []
     return [
-        (name, read(directory / name / "vendor").strip(), read(directory / name / "class").strip()) for name in names
+        (name, read_text(directory / name / "vendor").strip(), read_text(directory / name / "class").strip())
+        for name in names
     ]
 
 
-def _entries(directory: Path, pattern: str) -> int:
+def _count_entries(directory: Path, pattern: str) -> int:
     try:
         return sum(re.fullmatch(pattern, name) is not None for name in os.listdir(directory))
     except OSError:

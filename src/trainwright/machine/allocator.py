@@ -36,10 +36,10 @@ class ResidentMemory:
             The bytes that were resident before.
         """
         resident = self._resident()
-        if resident <= self._enough or (used := _in_use()) is None:
+        if resident <= self._enough or (used := _read_bytes_in_use()) is None:
             return resident
         self._most = max(self._most, used)
-        kept = most_kept(self._most)
+        kept = compute_kept_limit(self._most)
         if self._others is None or resident - self._others > self._most + kept:
             return_freed_memory()
             self._others = self._resident() - used
@@ -50,7 +50,7 @@ class ResidentMemory:
         return int(self._process.memory_info().rss)
 
 
-def most_kept(used: int) -> int:
+def compute_kept_limit(used: int) -> int:
     """Return how many bytes of freed memory a process keeps that has ``used`` bytes in use."""
     return min(_KEPT_MOST, max(_KEPT_LEAST, used // _KEPT_PART))
 
@@ -67,7 +67,7 @@ class _HeapState(ctypes.Structure):
     ]
 
 
-def _in_use() -> int | None:
+def _read_bytes_in_use() -> int | None:
     """Return the bytes of blocks in use; None if the C library does not tell."""
     if not sys.platform.startswith("linux") or not hasattr(libc := ctypes.CDLL(None), "mallinfo2"):
         return None
@@ -75,7 +75,7 @@ def _in_use() -> int | None:
     return int(libc.mallinfo2().uordblks)
 
 
-def peak_resident(ru_maxrss: int) -> int:
+def convert_peak_resident(ru_maxrss: int) -> int:
     """Return the peak of a process's memory in bytes: getrusage(2) counts KiB, on macOS bytes."""
     return ru_maxrss if sys.platform == "darwin" else 1024 * ru_maxrss
 

@@ -13,7 +13,7 @@ from trainwright.errors import MachineError
 from trainwright.utils.paths import write_file
 
 
-def cache_root() -> Path:
+def find_cache_root() -> Path:
     """Return ``$TRAINWRIGHT_CACHE``, or by default ``~/.cache/trainwright``.
 
     Raises:
@@ -28,7 +28,7 @@ def cache_root() -> Path:
 def keep_compiled_code() -> None:
     """Have torch keep compiled code in the cache, not among temporary files. Call this before importing it."""
     with suppress(MachineError):  # no home directory
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root() / "compiled"))
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(find_cache_root() / "compiled"))
 
 
 def try_write(file: Path, content: str | bytes) -> None:
@@ -39,18 +39,18 @@ def try_write(file: Path, content: str | bytes) -> None:
 
 
 @contextmanager
-def cache_in_words(directory: Path, what: str = "the cache cannot be used in") -> Iterator[None]:
+def explain_cache_errors(directory: Path, what: str = "the cache cannot be used in") -> Iterator[None]:
     """Raise MachineError with a remedy if a directory of the cache cannot be read or written."""
     try:
         yield
     except OSError as error:
-        raise MachineError(f"{what} {directory}: {_problem(error)}") from error
+        raise MachineError(f"{what} {directory}: {_describe_problem(error)}") from error
 
 
-def _problem(error: OSError) -> str:
+def _describe_problem(error: OSError) -> str:
     why = error.strerror or str(error)
     if isinstance(error, PermissionError) and error.filename is not None:
-        owner = _owner(Path(os.fsdecode(error.filename)))
+        owner = _describe_owner(Path(os.fsdecode(error.filename)))
         return (
             f"{why}: {os.fsdecode(error.filename)}{owner}; set TRAINWRIGHT_CACHE to a directory of your own, or let "
             "your group write there (chmod -R g+rwX, umask 002)"
@@ -58,7 +58,7 @@ def _problem(error: OSError) -> str:
     return f"{why}; free space there or set TRAINWRIGHT_CACHE to another directory"
 
 
-def _owner(path: Path) -> str:
+def _describe_owner(path: Path) -> str:
     """Return in words who owns the nearest directory that exists, if it is another user."""
     for existing in (path, *path.parents):
         with suppress(OSError):
@@ -71,7 +71,7 @@ def _owner(path: Path) -> str:
     return ""
 
 
-def remembered(file: Path, models: Path, what: str, make: Callable[[], str]) -> str:
+def look_up_digest(file: Path, models: Path, what: str, make: Callable[[], str]) -> str:
     """Return a digest of the file's content, cached by path, size and time: hashing takes a second per GB."""
     stat = file.stat()
     identity = f"{file.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}\n{what}"
@@ -84,7 +84,7 @@ def remembered(file: Path, models: Path, what: str, make: Callable[[], str]) -> 
         return fingerprint
 
 
-def digest_of(file: Path, name: str) -> str:
+def hash_file(file: Path, name: str) -> str:
     """Return a file's digest by the algorithm of this name."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, name).hexdigest()

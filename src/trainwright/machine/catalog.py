@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainwright.errors import RequestError
-from trainwright.machine.links import STRICT, Link, fabric, pcie
+from trainwright.machine.links import STRICT, Link, build_fabric_link, build_pcie_link
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp4", "int8"]
 
@@ -73,9 +73,9 @@ class Card:
         return self.rates.get(precision)
 
 
-def cards() -> tuple[Card, ...]:
+def list_cards() -> tuple[Card, ...]:
     """Return all cards of the catalog, in order."""
-    return tuple(dict.fromkeys(_by_name().values()))
+    return tuple(dict.fromkeys(_index_by_name().values()))
 
 
 def find_card(name: str) -> Card:
@@ -85,20 +85,20 @@ def find_card(name: str) -> Card:
         RequestError: the name is unknown (the message has similar ones) or ambiguous (with the choices), or the card
             does not allow the power limit.
     """
-    if (card := known_card(name)) is not None:
+    if (card := look_up_card(name)) is not None:
         return card
     if (limited := _LIMITED.match(name)) is not None:
-        return _with_limit(find_card(limited["card"]), int(limited["watts"]))
-    key = _key(name)
-    if (choices := _ambiguous().get(key)) is not None:
-        raise RequestError(f"{name}: ambiguous; choose {_listed(choices)}")
-    near = difflib.get_close_matches(key, [*_by_name(), *_ambiguous()], n=6, cutoff=0.5)
-    similar = dict.fromkeys(_by_name()[word].name if word in _by_name() else word.upper() for word in near)
-    hint = f"; did you mean {_listed(list(similar)[:3])}?" if similar else "."
+        return _limit_power(find_card(limited["card"]), int(limited["watts"]))
+    key = _normalize_name(name)
+    if (choices := _read_ambiguous().get(key)) is not None:
+        raise RequestError(f"{name}: ambiguous; choose {_join_names(choices)}")
+    near = difflib.get_close_matches(key, [*_index_by_name(), *_read_ambiguous()], n=6, cutoff=0.5)
+    similar = dict.fromkeys(_index_by_name()[word].name if word in _index_by_name() else word.upper() for word in near)
+    hint = f"; did you mean {_join_names(list(similar)[:3])}?" if similar else "."
     raise RequestError(f"{name}: no such card in the catalog{hint} `trainwright machine cards` lists all cards")
 
 
-def _with_limit(card: Card, watts: int) -> Card:
+def _limit_power(card: Card, watts: int) -> Card:
     if watts == card.watts:
         return card
     if not _LEAST_POWER * card.watts <= watts <= card.watts:
@@ -109,14 +109,14 @@ def _with_limit(card: Card, watts: int) -> Card:
     return replace(card, name=f"{card.name}-{watts}W", watts=watts, aliases=())
 
 
-def known_card(name: str) -> Card | None:
+def look_up_card(name: str) -> Card | None:
     """Return the card called ``name``, or None if it is unknown."""
-    return _by_name().get(_key(name))
+    return _index_by_name().get(_normalize_name(name))
 
 
-def card_of_gpu(name: str, memory_bytes: int) -> Card | None:
+def look_up_gpu_card(name: str, memory_bytes: int) -> Card | None:
     """Return the card with the driver's name ``name``; None if unknown, or for a slice with less memory."""
-    card = known_card(name)
+    card = look_up_card(name)
     return card if card is not None and abs(card.nominal_bytes / memory_bytes - 1) < 0.15 else None
 
 
@@ -130,7 +130,7 @@ _CAPABILITIES_OF_FLOAT8 = {
 FLOAT8 = tuple(_CAPABILITIES_OF_FLOAT8)
 
 
-def why_no_float8(card: Card, scales: str) -> str | None:
+def explain_no_float8(card: Card, scales: str) -> str | None:
     """Return why a GPU cannot have a value of ``train.float8``, or None."""
     name, (major, minor) = _CAPABILITIES_OF_FLOAT8[scales]
     if card.vendor != "NVIDIA":
@@ -140,24 +140,24 @@ def why_no_float8(card: Card, scales: str) -> str | None:
     return None
 
 
-def possible_float8(card: Card) -> tuple[str, ...]:
+def list_possible_float8(card: Card) -> tuple[str, ...]:
     """Return the values of ``train.float8`` that a GPU can have."""
-    return tuple(scales for scales in FLOAT8 if why_no_float8(card, scales) is None)
+    return tuple(scales for scales in FLOAT8 if explain_no_float8(card, scales) is None)
 
 
 @cache
-def _by_name() -> dict[str, Card]:
+def _index_by_name() -> dict[str, Card]:
     cards: dict[str, Card] = {}
     for entry in _read()["cards"]:
-        card = _card(entry)
+        card = _build_card(entry)
         for name in (card.name, *card.aliases):
-            cards.setdefault(_key(name), card)
+            cards.setdefault(_normalize_name(name), card)
     return cards
 
 
 @cache
-def _ambiguous() -> dict[str, list[str]]:
-    return {_key(name): names for name, names in _read()["ambiguous"].items()}
+def _read_ambiguous() -> dict[str, list[str]]:
+    return {_normalize_name(name): names for name, names in _read()["ambiguous"].items()}
 
 
 @cache
@@ -166,9 +166,9 @@ def _read() -> dict[str, Any]:
     return content
 
 
-def _card(entry: Mapping[str, Any]) -> Card:
+def _build_card(entry: Mapping[str, Any]) -> Card:
     generation = entry["pcie_generation"]
-    slot, link = pcie(generation, direct=entry.get("peer_to_peer", True)), entry.get("link")
+    slot, link = build_pcie_link(generation, direct=entry.get("peer_to_peer", True)), entry.get("link")
     return Card(
         name=entry["name"],
         vendor=entry["vendor"],
@@ -178,10 +178,10 @@ def _card(entry: Mapping[str, Any]) -> Card:
         nominal_bytes=entry["nominal_gb"] * 10**9,
         memory_bandwidth=entry["gigabytes_per_second"] * 1e9,
         rates={name: value * 1e12 for name, value in entry["teraflops"].items()},
-        link=slot if link is None else _fabric(link),
-        host_link=_fabric(entry["host_link"]) if "host_link" in entry else pcie(generation),
+        link=slot if link is None else _build_fabric(link),
+        host_link=_build_fabric(entry["host_link"]) if "host_link" in entry else build_pcie_link(generation),
         watts=entry["watts"],
-        network_adapters=_adapters(entry.get("network")),
+        network_adapters=_parse_adapters(entry.get("network")),
         aliases=tuple(entry["aliases"]),
         note=entry.get("note"),
         device=entry.get("device"),
@@ -190,21 +190,21 @@ def _card(entry: Mapping[str, Any]) -> Card:
     )
 
 
-def _fabric(link: Mapping[str, Any]) -> Link:
-    return fabric(link["kind"], link["generation"], link["gigabytes_per_second"] * 1e9, link["span"])
+def _build_fabric(link: Mapping[str, Any]) -> Link:
+    return build_fabric_link(link["kind"], link["generation"], link["gigabytes_per_second"] * 1e9, link["span"])
 
 
-def _adapters(text: str | None) -> tuple[int, float] | None:
+def _parse_adapters(text: str | None) -> tuple[int, float] | None:
     if text is None:
         return None
     count, _, rate = text.partition("x")
     return int(count), float(rate.removesuffix("Gb")) * 1e9
 
 
-def _key(name: str) -> str:
+def _normalize_name(name: str) -> str:
     """Normalize names: `NVIDIA GeForce RTX 4090`, `RTX-4090` and `rtx4090` are equal."""
     return _BRANDS.sub("", name.lower())
 
 
-def _listed(names: list[str]) -> str:
+def _join_names(names: list[str]) -> str:
     return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

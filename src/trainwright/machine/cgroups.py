@@ -12,36 +12,36 @@ from pathlib import Path, PurePosixPath
 _NO_LIMIT = 2**60
 
 
-def memory_limit(root: Path = Path("/")) -> int | None:
+def read_memory_limit(root: Path = Path("/")) -> int | None:
     """Return the memory limit in bytes of this process and others in its groups; None without a limit."""
-    return min((limit for limit, _ in _memory(root)), default=None)
+    return min((limit for limit, _ in _iterate_memory_limits(root)), default=None)
 
 
-def memory_free(root: Path = Path("/")) -> int | None:
+def read_free_memory(root: Path = Path("/")) -> int | None:
     """Return the unused bytes of the limits; cached file pages count as unused, as they are freed on demand."""
-    return min((max(0, limit - used) for limit, used in _memory(root)), default=None)
+    return min((max(0, limit - used) for limit, used in _iterate_memory_limits(root)), default=None)
 
 
-def cpu_limit(root: Path = Path("/")) -> float | None:
+def read_cpu_limit(root: Path = Path("/")) -> float | None:
     """Return the mean number of cores that the groups may use; None without a limit."""
     limits = []
-    for group, version in groups("cpu", root):
+    for group, version in iterate_groups("cpu", root):
         if version == 2:
-            quota, _, period = read(group / "cpu.max").partition(" ")
+            quota, _, period = read_text(group / "cpu.max").partition(" ")
         else:
-            quota, period = read(group / "cpu.cfs_quota_us"), read(group / "cpu.cfs_period_us")
+            quota, period = read_text(group / "cpu.cfs_quota_us"), read_text(group / "cpu.cfs_period_us")
         if quota.strip().isdigit() and period.strip().isdigit() and int(period):
             limits.append(int(quota) / int(period))
     return min(limits, default=None)
 
 
-def groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
+def iterate_groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
     """Yield the directories of this process's groups, its own first and then its ancestors, each with its version.
 
     A container may see its own group at the top of the mount, regardless of its path.
     """
-    mounts = list(_mounts(root))
-    for line in read(root / "proc/self/cgroup").splitlines():
+    mounts = list(_iterate_mounts(root))
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         fields = line.split(":", 2)
         if len(fields) < 3:
             continue
@@ -50,10 +50,10 @@ def groups(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]
             continue
         for mount, inside, options in mounts:
             if (options is None) == (version == 2) and (version == 2 or controller in (options or ())):
-                yield from ((group, version) for group in _chain(root, mount, inside, fields[2]))
+                yield from ((group, version) for group in _iterate_chain(root, mount, inside, fields[2]))
 
 
-def _chain(root: Path, mount: str, inside: str, path: str) -> Iterator[Path]:
+def _iterate_chain(root: Path, mount: str, inside: str, path: str) -> Iterator[Path]:
     """Yield the existing directories from a group up to the top of its mount."""
     top = root / mount.lstrip("/")
     try:
@@ -69,9 +69,9 @@ def _chain(root: Path, mount: str, inside: str, path: str) -> Iterator[Path]:
         group = group.parent
 
 
-def _mounts(root: Path) -> Iterator[tuple[str, str, tuple[str, ...] | None]]:
+def _iterate_mounts(root: Path) -> Iterator[tuple[str, str, tuple[str, ...] | None]]:
     """Yield where control groups are mounted, the group shown there, and the controllers; None for v2 (proc(5))."""
-    for line in read(root / "proc/self/mountinfo").splitlines():
+    for line in read_text(root / "proc/self/mountinfo").splitlines():
         before, _, after = line.partition(" - ")
         fields, kinds = before.split(), after.split()
         if len(fields) > 4 and kinds and kinds[0] in ("cgroup", "cgroup2"):
@@ -79,20 +79,22 @@ def _mounts(root: Path) -> Iterator[tuple[str, str, tuple[str, ...] | None]]:
             yield fields[4], fields[3], options
 
 
-def _memory(root: Path) -> Iterator[tuple[int, int]]:
+def _iterate_memory_limits(root: Path) -> Iterator[tuple[int, int]]:
     """Yield the limit of each group that has one, and its used bytes that cannot be freed on demand."""
-    for group, version in groups("memory", root):
-        limit = read(group / ("memory.max" if version == 2 else "memory.limit_in_bytes")).strip()
+    for group, version in iterate_groups("memory", root):
+        limit = read_text(group / ("memory.max" if version == 2 else "memory.limit_in_bytes")).strip()
         if not limit.isdigit() or int(limit) >= _NO_LIMIT:
             continue
-        used = read(group / ("memory.current" if version == 2 else "memory.usage_in_bytes")).strip()
+        used = read_text(group / ("memory.current" if version == 2 else "memory.usage_in_bytes")).strip()
         prefix = "" if version == 2 else "total_"
-        statistics = dict(pair for line in read(group / "memory.stat").splitlines() if len(pair := line.split()) == 2)
+        statistics = dict(
+            pair for line in read_text(group / "memory.stat").splitlines() if len(pair := line.split()) == 2
+        )
         files = sum(int(statistics.get(f"{prefix}{name}_file", 0)) for name in ("inactive", "active"))
         yield int(limit), max(0, int(used) - files) if used.isdigit() else 0
 
 
-def read(path: Path) -> str:
+def read_text(path: Path) -> str:
     """Return the content of a file; empty if it does not exist or cannot be read."""
     try:
         with open(path, "rb", buffering=0) as file:
@@ -110,11 +112,14 @@ def count_memory_kills() -> int:
     Without a cgroup that counts them, those of the whole machine; 0 if the kernel does not report it. Only a change is
     meaningful: a SIGKILL from elsewhere looks the same and is not counted.
     """
-    files = [group / ("memory.events" if version == 2 else "memory.oom_control") for group, version in groups("memory")]
-    return next((count for count in map(_memory_kills, (*files, _MACHINE_COUNTERS)) if count is not None), 0)
+    files = [
+        group / ("memory.events" if version == 2 else "memory.oom_control")
+        for group, version in iterate_groups("memory")
+    ]
+    return next((count for count in map(_read_memory_kills, (*files, _MACHINE_COUNTERS)) if count is not None), 0)
 
 
-def _memory_kills(file: Path) -> int | None:
+def _read_memory_kills(file: Path) -> int | None:
     try:
         lines = file.read_text(encoding="ascii").splitlines()
     except (OSError, ValueError):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainwright.machine.cgroups import read
+from trainwright.machine.cgroups import read_text
 from trainwright.machine.measured.contention import CpuContention
 
 # Fields of /proc/<pid>/stat after the name of the program (proc_pid_stat(5)).
@@ -59,11 +59,11 @@ class Counters:
         proc = root / "proc"
         return cls(
             wall=time.monotonic() if wall is None else wall,
-            counts={**dict(_of_machine(proc)), **dict(_of_process(proc))},
-            processes=dict(_cpu_seconds(proc, parent)),
-            heat=dict(_heat(root)),
+            counts={**dict(_read_machine_counters(proc)), **dict(_read_process_counters(proc))},
+            processes=dict(_read_cpu_seconds(proc, parent)),
+            heat=dict(_read_heat(root)),
             contention=CpuContention.now(root, all_threads=all_threads),
-            delays_are_counted=read(proc / "sys/kernel/task_delayacct").strip() == "1",
+            delays_are_counted=read_text(proc / "sys/kernel/task_delayacct").strip() == "1",
         )
 
     def since(self, before: Counters) -> dict[str, float]:
@@ -102,11 +102,11 @@ class Counters:
         if hotter:
             usage["heat_events"] = max(now[0] - first[0] for now, first in hotter)
             usage["heat"] = min(1.0, max(now[1] - first[1] for now, first in hotter) / wall)
-        if (disk := self._disk(more, usage, wall)) is not None:
+        if (disk := self._compute_disk_share(more, usage, wall)) is not None:
             usage["disk"] = disk
         return usage
 
-    def _disk(self, more: Mapping[str, float], usage: Mapping[str, float], wall: float) -> float | None:
+    def _compute_disk_share(self, more: Mapping[str, float], usage: Mapping[str, float], wall: float) -> float | None:
         if self.delays_are_counted and "disk" in more:
             return min(1.0, more["disk"] / wall)
         # Otherwise it waited for as long as anything did, if it slept for so long.
@@ -114,72 +114,72 @@ class Counters:
         return None if machine < 0.0 or "asleep" not in usage else min(machine, usage["asleep"], 1.0)
 
 
-def _of_machine(proc: Path) -> Iterator[tuple[str, float]]:
-    ticks = [int(word) for word in read(proc / "stat").partition("\n")[0].split()[1 : 1 + _COUNTED]]
+def _read_machine_counters(proc: Path) -> Iterator[tuple[str, float]]:
+    ticks = [int(word) for word in read_text(proc / "stat").partition("\n")[0].split()[1 : 1 + _COUNTED]]
     if len(ticks) == _COUNTED:
-        yield "busy", (sum(ticks) - ticks[_IDLE] - ticks[_WAITING]) / _per_second()
-        yield "waiting", ticks[_WAITING] / _per_second()
-        yield "all", sum(ticks) / _per_second()
+        yield "busy", (sum(ticks) - ticks[_IDLE] - ticks[_WAITING]) / _read_ticks_per_second()
+        yield "waiting", ticks[_WAITING] / _read_ticks_per_second()
+        yield "all", sum(ticks) / _read_ticks_per_second()
     for kind in _PRESSURE:
-        some = read(proc / "pressure" / kind).partition("\n")[0]
+        some = read_text(proc / "pressure" / kind).partition("\n")[0]
         total = some.rpartition("total=")[2]
         if some.startswith("some ") and total.isdigit():
             yield f"pressure_{kind}", int(total) / 1e6
-    swapped = _numbers(read(proc / "vmstat"), ("pswpin", "pswpout"))
+    swapped = _parse_numbers(read_text(proc / "vmstat"), ("pswpin", "pswpout"))
     for name, ours in (("pswpin", "swap_in"), ("pswpout", "swap_out")):
         if name in swapped:
             yield ours, swapped[name] * os.sysconf("SC_PAGE_SIZE")
 
 
-def _of_process(proc: Path) -> Iterator[tuple[str, float]]:
-    if fields := _stat(proc / "self"):
-        yield "own", _seconds(fields)
+def _read_process_counters(proc: Path) -> Iterator[tuple[str, float]]:
+    if fields := _read_stat(proc / "self"):
+        yield "own", _compute_seconds(fields)
         yield "faults", int(fields[_PAGE_FAULTS])
-        yield "disk", int(fields[_DISK]) / _per_second()
-    scheduled = read(proc / "self/schedstat").split()
+        yield "disk", int(fields[_DISK]) / _read_ticks_per_second()
+    scheduled = read_text(proc / "self/schedstat").split()
     if len(scheduled) > 1:
         yield "ran", int(scheduled[0]) / 1e9
         yield "queued", int(scheduled[1]) / 1e9
-    bytes_ = _numbers(read(proc / "self/io"), ("read_bytes:", "write_bytes:"))
+    bytes_ = _parse_numbers(read_text(proc / "self/io"), ("read_bytes:", "write_bytes:"))
     for name, ours in (("read_bytes:", "read"), ("write_bytes:", "written")):
         if name in bytes_:
             yield ours, bytes_[name]
 
 
-def _cpu_seconds(proc: Path, parent: int | None) -> Iterator[tuple[str, float]]:
+def _read_cpu_seconds(proc: Path, parent: int | None) -> Iterator[tuple[str, float]]:
     """Yield the seconds of the processors that each process of the run on this machine has used so far."""
-    processes: list[int | str] = ["self"] if parent is None else [*_children(proc, parent)] or ["self"]
+    processes: list[int | str] = ["self"] if parent is None else [*_list_children(proc, parent)] or ["self"]
     for process in processes:  # grows
-        if fields := _stat(proc / str(process)):
-            yield str(process), _seconds(fields)
+        if fields := _read_stat(proc / str(process)):
+            yield str(process), _compute_seconds(fields)
         if len(processes) < _MOST_PROCESSES:
-            processes += _children(proc, process)
+            processes += _list_children(proc, process)
 
 
-def _children(proc: Path, process: int | str) -> Sequence[int]:
+def _list_children(proc: Path, process: int | str) -> Sequence[int]:
     number = os.getpid() if process == "self" and proc == Path("/proc") else process
-    return [int(word) for word in read(proc / str(process) / "task" / str(number) / "children").split()]
+    return [int(word) for word in read_text(proc / str(process) / "task" / str(number) / "children").split()]
 
 
-def _stat(process: Path) -> list[str]:
-    fields = read(process / "stat").rpartition(")")[2].split()
+def _read_stat(process: Path) -> list[str]:
+    fields = read_text(process / "stat").rpartition(")")[2].split()
     return fields if len(fields) > _DISK else []
 
 
-def _seconds(fields: Sequence[str]) -> float:
-    return (int(fields[_USER]) + int(fields[_SYSTEM])) / _per_second()
+def _compute_seconds(fields: Sequence[str]) -> float:
+    return (int(fields[_USER]) + int(fields[_SYSTEM])) / _read_ticks_per_second()
 
 
-def memory(root: Path = Path("/")) -> Iterator[tuple[str, int]]:
+def read_memory(root: Path = Path("/")) -> Iterator[tuple[str, int]]:
     """Yield the bytes of ``memory`` that this process has, and of ``host_memory_free``."""
-    if fields := _stat(root / "proc/self"):
+    if fields := _read_stat(root / "proc/self"):
         yield "memory", int(fields[_RESIDENT]) * os.sysconf("SC_PAGE_SIZE")
-    free = read(root / "proc/meminfo").partition("MemAvailable:")[2].split(maxsplit=1)
+    free = read_text(root / "proc/meminfo").partition("MemAvailable:")[2].split(maxsplit=1)
     if free and free[0].isdigit():
         yield "host_memory_free", int(free[0]) * 1024
 
 
-def _numbers(content: str, names: Sequence[str]) -> dict[str, int]:
+def _parse_numbers(content: str, names: Sequence[str]) -> dict[str, int]:
     numbers = {}
     content = f"\n{content}"
     for name in names:
@@ -189,25 +189,27 @@ def _numbers(content: str, names: Sequence[str]) -> dict[str, int]:
     return numbers
 
 
-def _heat(root: Path) -> Iterator[tuple[str, tuple[int, float]]]:
+def _read_heat(root: Path) -> Iterator[tuple[str, tuple[int, float]]]:
     """Yield how often and for how many seconds heat has slowed processors down, where that is counted (x86, Intel)."""
-    for core in cores_of(root):
+    for core in list_core_directories(root):
         for unit in ("core", "package"):
             file = f"{core}/thermal_throttle/{unit}_throttle"
-            count, taken = read(Path(f"{file}_count")).strip(), read(Path(f"{file}_total_time_ms")).strip()
+            count, taken = read_text(Path(f"{file}_count")).strip(), read_text(Path(f"{file}_total_time_ms")).strip()
             if not count.isdigit():
                 return  # it is counted for all or for none
             yield f"{core.name} {unit}", (int(count), int(taken) / 1e3 if taken.isdigit() else 0.0)
 
 
-def clocks(root: Path = Path("/")) -> Iterator[tuple[str, float]]:
+def read_clocks(root: Path = Path("/")) -> Iterator[tuple[str, float]]:
     """Yield the fastest ``clock`` of this process's cores, and the lowest ``usual_clock`` of one that works, in MHz."""
 
     def number(core: Path, name: str) -> int:
-        text = read(core / "cpufreq" / name).strip()
+        text = read_text(core / "cpufreq" / name).strip()
         return int(text) if text.isdigit() else 0
 
-    now, core = max(((number(core, "scaling_cur_freq"), core) for core in cores_of(root)), default=(0, root))
+    now, core = max(
+        ((number(core, "scaling_cur_freq"), core) for core in list_core_directories(root)), default=(0, root)
+    )
     usual = number(core, "base_frequency") or _BASE_CLOCK * number(core, "cpuinfo_max_freq")
     if now and usual:
         yield "clock", now / 1000
@@ -215,7 +217,7 @@ def clocks(root: Path = Path("/")) -> Iterator[tuple[str, float]]:
 
 
 @functools.cache
-def cores_of(root: Path) -> tuple[Path, ...]:
+def list_core_directories(root: Path) -> tuple[Path, ...]:
     """Return the directories of the cores that this process may use; of many, evenly chosen ones."""
     try:
         every = [file for file in (root / "sys/devices/system/cpu").iterdir() if re.fullmatch(r"cpu\d+", file.name)]
@@ -228,7 +230,7 @@ def cores_of(root: Path) -> tuple[Path, ...]:
     return tuple(every[:: max(1, -(-len(every) // _MOST_CORES))])
 
 
-def _per_second() -> int:
+def _read_ticks_per_second() -> int:
     return os.sysconf("SC_CLK_TCK")
 
 
@@ -248,17 +250,17 @@ REASONS = {
 _LOW_CLOCK, _CLOCK_OF_FAULT = 0.8, 0.95
 
 
-def gpu_of(address: str) -> dict[str, Any]:
-    """Return what NVML tells about the GPU at a PCI address: see `gpu_state`. Empty without NVML or such a GPU."""
+def read_gpu_by_address(address: str) -> dict[str, Any]:
+    """Return what NVML tells about the GPU at a PCI address: see `read_gpu_state`. Empty without NVML or such a GPU."""
     try:
         import pynvml
 
-        return gpu_state(pynvml, _handle(address))
+        return read_gpu_state(pynvml, _open_gpu_handle(address))
     except Exception:  # of a library that is missing, damaged, or without a driver
         return {}
 
 
-def gpu_state(library: Any, handle: Any) -> dict[str, Any]:
+def read_gpu_state(library: Any, handle: Any) -> dict[str, Any]:
     """Return what a GPU tells, without what it does not tell.
 
     ``used`` is the share of the time in which it computed; ``memory`` and ``total_memory`` are in bytes,
@@ -273,13 +275,13 @@ def gpu_state(library: Any, handle: Any) -> dict[str, Any]:
         "clock": lambda: library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM),
         "highest_clock": lambda: library.nvmlDeviceGetMaxClockInfo(handle, library.NVML_CLOCK_SM),
         "temperature": lambda: library.nvmlDeviceGetTemperature(handle, library.NVML_TEMPERATURE_GPU),
-        "limited": lambda: reasons(clock_reasons(library, handle)),
+        "limited": lambda: describe_clock_reasons(read_clock_reasons(library, handle)),
     }
-    return _answers(library, questions)
+    return _collect_answers(library, questions)
 
 
-def all_gpus() -> list[dict[str, Any]]:
-    """Return what NVML tells about every GPU of this machine, see `gpu_state`; empty without NVML or a GPU.
+def read_all_gpus() -> list[dict[str, Any]]:
+    """Return what NVML tells about every GPU of this machine, see `read_gpu_state`; empty without NVML or a GPU.
 
     Each also has its ``name``, and its ``processes``: by pid, the bytes of its memory that they use, None where NVML
     does not tell.
@@ -288,15 +290,15 @@ def all_gpus() -> list[dict[str, Any]]:
         import pynvml
 
         pynvml.nvmlInit()
-    except Exception:  # see `gpu_of`
+    except Exception:  # see `read_gpu_by_address`
         return []
     try:
-        return [_gpu_at(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return [_read_gpu(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
     finally:
         pynvml.nvmlShutdown()
 
 
-def _gpu_at(library: Any, index: int) -> dict[str, Any]:
+def _read_gpu(library: Any, index: int) -> dict[str, Any]:
     try:
         handle = library.nvmlDeviceGetHandleByIndex(index)
     except library.NVMLError as error:
@@ -307,10 +309,10 @@ def _gpu_at(library: Any, index: int) -> dict[str, Any]:
             each.pid: each.usedGpuMemory for each in library.nvmlDeviceGetComputeRunningProcesses(handle)
         },
     }
-    return gpu_state(library, handle) | _answers(library, questions)
+    return read_gpu_state(library, handle) | _collect_answers(library, questions)
 
 
-def _answers(library: Any, questions: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
+def _collect_answers(library: Any, questions: Mapping[str, Callable[[], Any]]) -> dict[str, Any]:
     answers: dict[str, Any] = {}
     for name, ask in questions.items():
         try:
@@ -320,7 +322,7 @@ def _answers(library: Any, questions: Mapping[str, Callable[[], Any]]) -> dict[s
     return answers
 
 
-def clock_reasons(library: Any, handle: Any) -> int:
+def read_clock_reasons(library: Any, handle: Any) -> int:
     """Return the bits of what lowers the clock of a GPU. Raises NVMLError if it does not tell."""
     try:
         bits = library.nvmlDeviceGetCurrentClocksEventReasons(handle)
@@ -329,16 +331,16 @@ def clock_reasons(library: Any, handle: Any) -> int:
     return int(bits)
 
 
-def reasons(bits: int) -> list[str]:
+def describe_clock_reasons(bits: int) -> list[str]:
     """Return in words what lowers the clock of a GPU."""
     return [words for bit, words in REASONS.items() if bits & bit]
 
 
-def low_clock(state: Mapping[str, Any]) -> tuple[float, str] | None:
+def find_low_clock(state: Mapping[str, Any]) -> tuple[float, str] | None:
     """Return by which part a GPU's clock is below its highest one, and why in words; None if nothing limits it.
 
     Args:
-        state: see `gpu_state`.
+        state: see `read_gpu_state`.
     """
     now, highest, limited = state.get("clock"), state.get("highest_clock"), state.get("limited")
     if not now or not highest or limited == []:  # one that is idle lowers its clock by itself
@@ -352,7 +354,7 @@ def low_clock(state: Mapping[str, Any]) -> tuple[float, str] | None:
 
 
 @functools.cache
-def _handle(address: str) -> Any:
+def _open_gpu_handle(address: str) -> Any:
     import pynvml
 
     pynvml.nvmlInit()  # until the process ends

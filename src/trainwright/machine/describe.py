@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import RequestError
-from trainwright.machine.catalog import Card, card_of_gpu, cards, find_card
-from trainwright.machine.links import STRICT, Link, network, pcie
+from trainwright.machine.catalog import Card, find_card, list_cards, look_up_gpu_card
+from trainwright.machine.links import STRICT, Link, build_network_link, build_pcie_link
 from trainwright.machine.machine import Gpu, Machine
-from trainwright.machine.measured.calibration import Calibration, contradictions, of_json
-from trainwright.machine.processor import cpu_card
-from trainwright.machine.vendors import TRAINING_RUNS_ON, VENDORS, Vendor, device_type
+from trainwright.machine.measured.calibration import Calibration, check_calibration, parse_calibration
+from trainwright.machine.processor import build_cpu_card
+from trainwright.machine.vendors import TRAINING_RUNS_ON, VENDORS, Vendor, look_up_device_type
 from trainwright.recipe.files import read_json
-from trainwright.utils.paths import user_path
+from trainwright.utils.paths import expand_user_path
 
 FORM = "[NODES x] DEVICES x CARD [@ NETWORK], such as 8xH100, 2xRTX4090 or 4x8xA100-40GB@8x200Gb"
 
@@ -75,7 +75,7 @@ class Cluster:
     @property
     def device(self) -> str:
         """The device type, as in torch: `cuda`, also for AMD's GPUs, `xpu` for Intel's, or `cpu`."""
-        return device_type(self.card.vendor)
+        return look_up_device_type(self.card.vendor)
 
     @property
     def has_gpus(self) -> bool:
@@ -116,22 +116,22 @@ def parse_machine(text: str) -> Cluster:
         f"{host / 2**30:.0f} GiB of host memory and {_CORES_PER_DEVICE * devices} cores per node",
         *([f"a device is {card.device}"] if card.device else []),
     ]
-    count, rate = _adapters(text, match["network"], card, assumptions if nodes > 1 else [])
+    count, rate = _choose_adapters(text, match["network"], card, assumptions if nodes > 1 else [])
     suffix = f"@{count}x{rate / 1e9:g}Gb" if nodes > 1 else ""
     return Cluster(
         name=f"{f'{nodes}x' if nodes > 1 else ''}{devices}x{card.name}{suffix}",
         nodes=nodes,
         devices_per_node=devices,
         card=card,
-        link=_link_in_node(card, devices),
-        network=network(count * rate, devices) if nodes > 1 else None,
+        link=_choose_node_link(card, devices),
+        network=build_network_link(count * rate, devices) if nodes > 1 else None,
         host_memory_bytes=host,
         cpu_cores=_CORES_PER_DEVICE * devices,
         assumptions=tuple(assumptions),
     )
 
 
-def cluster_of(machine: Machine, nodes: int = 1, network_bits: float | None = None) -> Cluster:
+def build_cluster(machine: Machine, nodes: int = 1, network_bits: float | None = None) -> Cluster:
     """Return ``machine`` as detected, or ``nodes`` like it connected by ``network_bits`` per second each.
 
     A GPU that is not in the catalog has the rates of the most similar card in it.
@@ -140,23 +140,23 @@ def cluster_of(machine: Machine, nodes: int = 1, network_bits: float | None = No
     if machine.described_by is not None:
         assumptions.append(f"this machine is described by {machine.described_by} (TRAINWRIGHT_MACHINE)")
     gpus = machine.gpus
-    card = _card_of(min(gpus, key=lambda gpu: gpu.memory_bytes), assumptions) if gpus else cpu_card(machine)
+    card = _choose_card(min(gpus, key=lambda gpu: gpu.memory_bytes), assumptions) if gpus else build_cpu_card(machine)
     if len({gpu.name for gpu in gpus}) > 1:
         assumptions.append(f"the GPUs differ; all are planned as the smallest, {card.name}")
     devices = max(1, len(gpus))
     if nodes > 1 and network_bits is None:
-        network_bits = _assumed_network(card, assumptions)
+        network_bits = _assume_network(card, assumptions)
     return Cluster(
-        name=_name(nodes, devices, card),
+        name=_name_cluster(nodes, devices, card),
         nodes=nodes,
         devices_per_node=devices,
         card=card,
-        link=card.link if not gpus else _slowest(gpus) or _link_in_node(card, devices),
-        network=network(network_bits, devices) if nodes > 1 and network_bits else None,
+        link=card.link if not gpus else _find_slowest_link(gpus) or _choose_node_link(card, devices),
+        network=build_network_link(network_bits, devices) if nodes > 1 and network_bits else None,
         host_memory_bytes=machine.memory_bytes,
         cpu_cores=machine.cpu_cores,
         is_here=machine.is_here,
-        device_free_bytes=_least_free(machine),
+        device_free_bytes=_find_least_free(machine),
         host_free_bytes=machine.memory_free_bytes,
         disk_free_bytes=machine.disk_free_bytes,
         unified=any(gpu.unified for gpu in gpus),
@@ -164,7 +164,7 @@ def cluster_of(machine: Machine, nodes: int = 1, network_bits: float | None = No
     )
 
 
-def node_of(cluster: Cluster) -> Machine:
+def build_machine(cluster: Cluster) -> Machine:
     """Return one node of a cluster of GPUs or CPUs as the machine that a run starts on, to stand in for this one."""
     card, link = cluster.card, cluster.link if cluster.devices_per_node > 1 else None
     vendor: Vendor = VENDORS[card.vendor].name if cluster.has_gpus else "CPU"
@@ -186,7 +186,7 @@ def node_of(cluster: Cluster) -> Machine:
     )
 
 
-def nodes_like(node: Cluster, nodes: int, devices: int) -> Cluster:
+def repeat_node(node: Cluster, nodes: int, devices: int) -> Cluster:
     """Return ``nodes`` like ``node``, each with ``devices`` for the job, connected by an assumed network."""
     if (nodes, devices) == (node.nodes, node.devices_per_node):
         return node
@@ -197,19 +197,19 @@ def nodes_like(node: Cluster, nodes: int, devices: int) -> Cluster:
         )
     return replace(
         node,
-        name=_name(nodes, devices, node.card),
+        name=_name_cluster(nodes, devices, node.card),
         nodes=nodes,
         devices_per_node=devices,
-        network=network(_assumed_network(node.card, assumptions), devices) if nodes > 1 else None,
+        network=build_network_link(_assume_network(node.card, assumptions), devices) if nodes > 1 else None,
         assumptions=tuple(assumptions),
     )
 
 
-def _name(nodes: int, devices: int, card: Card) -> str:
+def _name_cluster(nodes: int, devices: int, card: Card) -> str:
     return f"{f'{nodes}x' if nodes > 1 else ''}{devices}x{card.name}"
 
 
-def _assumed_network(card: Card, assumptions: list[str]) -> float:
+def _assume_network(card: Card, assumptions: list[str]) -> float:
     """Return the bits per second of a node's network, which nothing describes."""
     count, rate = card.network_adapters or _ADAPTERS_IF_UNKNOWN
     assumptions.append(f"a network of {count * rate / 1e9:g} Gb/s per node")
@@ -224,7 +224,7 @@ def _check_counts(text: str, nodes: int, devices: int, card: Card) -> None:
         raise RequestError(f"{text}: {devices} devices in one node? write NODES x DEVICES x CARD, such as {example}")
 
 
-def _adapters(text: str, written: str | None, card: Card, assumptions: list[str]) -> tuple[int, float]:
+def _choose_adapters(text: str, written: str | None, card: Card, assumptions: list[str]) -> tuple[int, float]:
     """Return the number of network adapters of a node, and the bits per second of each."""
     if written is None:
         count, rate = card.network_adapters or _ADAPTERS_IF_UNKNOWN
@@ -241,22 +241,22 @@ def _adapters(text: str, written: str | None, card: Card, assumptions: list[str]
     return int(match["count"] or 1), float(match["rate"]) * {"g": 1e9, "t": 1e12}[match["unit"]]
 
 
-def _link_in_node(card: Card, devices: int) -> Link:
+def _choose_node_link(card: Card, devices: int) -> Link:
     """Return ``card``'s own link if it connects all ``devices``, or else their PCIe slots."""
     # Cards that connect eight directly can connect sixteen through switches; bridges have a fixed span.
     reach = card.link.span if card.link.span < 8 else _MOST_DEVICES_PER_NODE
     return card.link if card.link.kind == "pcie" or devices <= reach else card.host_link
 
 
-def _card_of(gpu: Gpu, assumptions: list[str]) -> Card:
-    host_link = gpu.host_link or pcie(3)
-    known = card_of_gpu(gpu.name, gpu.memory_bytes)
+def _choose_card(gpu: Gpu, assumptions: list[str]) -> Card:
+    host_link = gpu.host_link or build_pcie_link(3)
+    known = look_up_gpu_card(gpu.name, gpu.memory_bytes)
     if known is not None:
         return replace(known, memory_bytes=gpu.memory_bytes, host_link=host_link)
     like = min(
-        (card for card in cards() if card.vendor == gpu.vendor and not card.planned_only),
+        (card for card in list_cards() if card.vendor == gpu.vendor and not card.planned_only),
         key=lambda card: (
-            _distance(card.capability, gpu.capability),
+            _compute_distance(card.capability, gpu.capability),
             abs(math.log(card.memory_bytes / gpu.memory_bytes)),
         ),
     )
@@ -278,12 +278,12 @@ def _card_of(gpu: Gpu, assumptions: list[str]) -> Card:
     )
 
 
-def _distance(one: tuple[int, int], other: tuple[int, int]) -> int:
+def _compute_distance(one: tuple[int, int], other: tuple[int, int]) -> int:
     """Return the distance between two compute capabilities."""
     return abs(10 * (one[0] - other[0]) + one[1] - other[1])
 
 
-def _slowest(gpus: tuple[Gpu, ...]) -> Link | None:
+def _find_slowest_link(gpus: tuple[Gpu, ...]) -> Link | None:
     """Return the slowest link of a ring over all ``gpus``; None if the driver reports none."""
     links = [gpu.link for gpu in gpus if gpu.link is not None]
     if len(links) < len(gpus):
@@ -292,7 +292,7 @@ def _slowest(gpus: tuple[Gpu, ...]) -> Link | None:
     return min([*links, *(slot for slot in slots if slot is not None)], key=lambda link: link.bandwidth)
 
 
-def _least_free(machine: Machine) -> int | None:
+def _find_least_free(machine: Machine) -> int | None:
     if not machine.gpus:
         return machine.memory_free_bytes
     free = [gpu.free_bytes for gpu in machine.gpus if gpu.free_bytes is not None]
@@ -316,14 +316,14 @@ _ADVICE = "write the file with `trainwright machine --json` on that machine, or 
 Written = tuple[Cluster, Calibration | None, Calibration | None]
 
 
-def machine_of(text: str) -> Written:
+def resolve_machine(text: str) -> Written:
     """Return the machine that ``--on`` names: a file, or a description for ``parse_machine``. Raises RequestError."""
-    if names_file(text):
-        return read_machine(user_path(text))
+    if is_file_name(text):
+        return read_machine(expand_user_path(text))
     return parse_machine(text), None, None
 
 
-def names_file(text: str) -> bool:
+def is_file_name(text: str) -> bool:
     """Return whether ``--on`` names a file by this text, and not a description."""
     return text.endswith(".json") or Path(text).is_file()
 
@@ -338,8 +338,8 @@ def read_machine(file: Path) -> Written:
     if not isinstance(content, dict):
         raise RequestError(f"{file}: not a machine, which is a JSON object; {_FIX}")
     values = {key: value for key, value in content.items() if key not in (*_DERIVED, *_MEASURED, _DETECTED)}
-    cluster = _cluster(values, file)
-    _refuse(file, _impossible(cluster))
+    cluster = _parse_cluster(values, file)
+    _refuse(file, _check_numbers(cluster))
     derived: Mapping[str, Any] = {"devices": cluster.devices, "device": cluster.device}
     _refuse(
         file,
@@ -349,22 +349,22 @@ def read_machine(file: Path) -> Written:
             if content.get(key, expected) != expected
         ),
     )
-    calibration, measurement = (measured_in(content, key, file) for key in _MEASURED)
+    calibration, measurement = (read_measurement(content, key, file) for key in _MEASURED)
     return cluster, calibration, measurement
 
 
-def described_machine() -> Machine | None:
+def read_described_machine() -> Machine | None:
     """Return the machine of the file that ``$TRAINWRIGHT_MACHINE`` names; None if it is not set.
 
     Raises:
         RequestError: the file cannot be read or does not describe a machine.
     """
     file = os.environ.get(VARIABLE)
-    return machine_described_in(Path(file)) if file else None
+    return read_machine_file(Path(file)) if file else None
 
 
 @cache  # a run asks again, and must not depend on being able to open a file then
-def machine_described_in(file: Path) -> Machine:
+def read_machine_file(file: Path) -> Machine:
     """Return the machine that ``trainwright machine --json`` has written to ``file``.
 
     Raises:
@@ -378,7 +378,7 @@ def machine_described_in(file: Path) -> Machine:
         raise RequestError(f"{VARIABLE}: {error}; {_ADVICE}") from None
     if not isinstance(values, dict) or values.get("machine") is None:
         raise RequestError(f"{VARIABLE}: {file} has no key `machine`; {_ADVICE}")
-    measured_in(values, "measurement", file)
+    read_measurement(values, "measurement", file)
     try:
         machine: Machine = TypeAdapter(Machine).validate_json(json.dumps(values["machine"]))
     except ValidationError as error:
@@ -394,23 +394,23 @@ def machine_described_in(file: Path) -> Machine:
     return replace(machine, described_by=str(file), is_here=False)
 
 
-def measured_in(content: Mapping[str, Any], key: str, file: Path) -> Calibration | None:
+def read_measurement(content: Mapping[str, Any], key: str, file: Path) -> Calibration | None:
     """Return the measurement in ``file`` under ``key``, or None. Raises RequestError if it is invalid."""
     if (value := content.get(key)) is None:
         return None
     try:
-        calibration = of_json(value)
+        calibration = parse_calibration(value)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise RequestError(f"{file}: {key}: {reason}; set it to null to plan without it") from None
-    _refuse(file, (f"{key}.{line}; set {key} to null to plan without it" for line in contradictions(calibration)))
+    _refuse(file, (f"{key}.{line}; set {key} to null to plan without it" for line in check_calibration(calibration)))
     return calibration
 
 
-def _cluster(values: dict[str, Any], file: Path) -> Cluster:
+def _parse_cluster(values: dict[str, Any], file: Path) -> Cluster:
     from pydantic import TypeAdapter, ValidationError
 
-    from trainwright.recipe.problems import expected_and_found
+    from trainwright.recipe.problems import describe_mismatch
 
     try:
         return TypeAdapter(Cluster).validate_json(json.dumps(values))
@@ -423,11 +423,11 @@ def _cluster(values: dict[str, Any], file: Path) -> Cluster:
             elif item["type"] in ("missing", "missing_argument"):
                 lines.append(f"{key}: is missing")
             else:
-                lines.append(f"{key}: {expected_and_found(item)}")
+                lines.append(f"{key}: {describe_mismatch(item)}")
         raise RequestError("\n".join(f"{file}: {line}" for line in dict.fromkeys(lines)) + f"\n{_FIX}") from None
 
 
-def _impossible(cluster: Cluster) -> Iterator[str]:
+def _check_numbers(cluster: Cluster) -> Iterator[str]:
     """Yield messages about numbers of the right type that are impossible."""
     values = {key: attrgetter(key)(cluster) for key in _LEAST_ONE}
     yield from (f"{key}: expected a number of at least 1, not {value}" for key, value in values.items() if value < 1)

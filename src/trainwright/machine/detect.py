@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.machine import cgroups
-from trainwright.machine.accelerators import Nvml, ask_nvml, installed_build, other_vendor, unusable
-from trainwright.machine.catalog import known_card
-from trainwright.machine.cgroups import read
+from trainwright.machine.accelerators import Nvml, ask_nvml, explain_unusable, find_other_vendor, read_installed_build
+from trainwright.machine.catalog import look_up_card
+from trainwright.machine.cgroups import read_text
 from trainwright.machine.links import detect_links
 from trainwright.machine.machine import Gpu, Machine
-from trainwright.machine.measured.contention import usable_cores
+from trainwright.machine.measured.contention import count_usable_cores
 from trainwright.machine.processor import detect_processor
 from trainwright.machine.vendors import Vendor
 
@@ -30,52 +30,56 @@ def detect() -> Machine:
     Raises:
         RequestError: the file does not describe a machine.
     """
-    from trainwright.machine.describe import described_machine
+    from trainwright.machine.describe import read_described_machine
 
-    return described_machine() or _inspect()
+    return read_described_machine() or _inspect()
 
 
 def _inspect() -> Machine:
-    memory_bytes = _memory_bytes()
-    gpus, nvml = _nvidia_gpus()
-    build, unlisted = installed_build(), None
-    if not gpus and not _are_hidden() and (vendor := other_vendor(build)) is not None:
-        gpus, unlisted = gpus_of_torch(vendor)
+    memory_bytes = _read_memory_bytes()
+    gpus, nvml = _list_nvidia_gpus()
+    build, unlisted = read_installed_build(), None
+    if not gpus and not _are_hidden() and (vendor := find_other_vendor(build)) is not None:
+        gpus, unlisted = list_torch_gpus(vendor)
     return Machine(
         hostname=platform.node(),
-        cpu_name=_cpu_name(),
-        cpu_cores=_cpu_cores(),
+        cpu_name=_read_cpu_name(),
+        cpu_cores=_count_cpu_cores(),
         memory_bytes=memory_bytes,
         gpus=gpus,
-        memory_free_bytes=_memory_free_bytes(memory_bytes),
+        memory_free_bytes=_read_free_memory_bytes(memory_bytes),
         disk_free_bytes=shutil.disk_usage(".").free,
         processor=detect_processor(),
-        unusable=unusable(len(gpus), nvml, build, unlisted=unlisted),
+        unusable=explain_unusable(len(gpus), nvml, build, unlisted=unlisted),
         is_here=True,
     )
 
 
-def _cpu_cores() -> int:
-    cores, limit = usable_cores(), cgroups.cpu_limit()
+def _count_cpu_cores() -> int:
+    cores, limit = count_usable_cores(), cgroups.read_cpu_limit()
     return cores if limit is None else min(cores, max(1, int(limit)))
 
 
-def _memory_bytes() -> int:
+def _read_memory_bytes() -> int:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(total, cgroups.memory_limit() or total)
+    return min(total, cgroups.read_memory_limit() or total)
 
 
-def _memory_free_bytes(memory_bytes: int) -> int:
+def _read_free_memory_bytes(memory_bytes: int) -> int:
     available = next(
-        (int(line.split()[1]) * 1024 for line in read(Path("/proc/meminfo")).splitlines() if "MemAvailable" in line),
+        (
+            int(line.split()[1]) * 1024
+            for line in read_text(Path("/proc/meminfo")).splitlines()
+            if "MemAvailable" in line
+        ),
         memory_bytes,
     )
-    free = cgroups.memory_free()
+    free = cgroups.read_free_memory()
     return min(available, memory_bytes if free is None else free)
 
 
-def _cpu_name() -> str:
-    for line in read(Path("/proc/cpuinfo")).splitlines():
+def _read_cpu_name() -> str:
+    for line in read_text(Path("/proc/cpuinfo")).splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
@@ -109,7 +113,7 @@ _LIST_SECONDS = 120.0
 
 
 @cache
-def gpus_of_torch(vendor: Vendor) -> tuple[tuple[Gpu, ...], str | None]:
+def list_torch_gpus(vendor: Vendor) -> tuple[tuple[Gpu, ...], str | None]:
     """Return the GPUs that the installed torch lists, all of one vendor other than NVIDIA, and why there are none."""
     try:
         ended = subprocess.run(
@@ -119,14 +123,14 @@ def gpus_of_torch(vendor: Vendor) -> tuple[tuple[Gpu, ...], str | None]:
         return (), f"it did not answer within {_LIST_SECONDS:.0f} s"
     if ended.returncode:
         return (), next((line for line in reversed(ended.stderr.splitlines()) if line.strip()), "it ended").strip()
-    return listed_gpus(vendor, json.loads(ended.stdout.splitlines()[-1])), None
+    return parse_gpu_rows(vendor, json.loads(ended.stdout.splitlines()[-1])), None
 
 
-def listed_gpus(vendor: Vendor, rows: list[dict[str, Any]]) -> tuple[Gpu, ...]:
+def parse_gpu_rows(vendor: Vendor, rows: list[dict[str, Any]]) -> tuple[Gpu, ...]:
     """Return the GPUs of torch's list. Intel's have no compute capability; known cards have that of the catalog."""
     gpus = []
     for row in rows:
-        card = known_card(row["name"])
+        card = look_up_card(row["name"])
         capability = row["capability"] if card is None or vendor != "Intel" else card.capability
         gpus.append(
             Gpu(
@@ -148,7 +152,7 @@ def _are_hidden() -> bool:
     return visible is not None and visible.strip() in ("", "-1")
 
 
-def _nvidia_gpus() -> tuple[tuple[Gpu, ...], Nvml]:
+def _list_nvidia_gpus() -> tuple[tuple[Gpu, ...], Nvml]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES leaves visible, from NVML, without creating a CUDA context."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if _are_hidden():
@@ -164,20 +168,20 @@ def _nvidia_gpus() -> tuple[tuple[Gpu, ...], Nvml]:
     try:
         count = pynvml.nvmlDeviceGetCount()
         names = map(str, range(count)) if visible is None else visible.split(",")
-        handles = [handle for name in names if (handle := _visible_gpu(count, name.strip()))]
-        return tuple(_gpu(handles, index) for index in range(len(handles))), ask_nvml(pynvml)
+        handles = [handle for name in names if (handle := _find_visible_gpu(count, name.strip()))]
+        return tuple(_read_gpu(handles, index) for index in range(len(handles))), ask_nvml(pynvml)
     except pynvml.NVMLError_GpuIsLost as error:
         return (), Nvml(count, str(error))
     finally:
         pynvml.nvmlShutdown()
 
 
-def _gpu(handles: list[Any], index: int) -> Gpu:
+def _read_gpu(handles: list[Any], index: int) -> Gpu:
     import pynvml
 
     handle = handles[index]
-    memory = _gpu_memory(handle)
-    total, free = memory or (machine_bytes := _memory_bytes(), _memory_free_bytes(machine_bytes))
+    memory = _read_gpu_memory(handle)
+    total, free = memory or (machine_bytes := _read_memory_bytes(), _read_free_memory_bytes(machine_bytes))
     link, host_link = detect_links(handles, index)
     return Gpu(
         name=pynvml.nvmlDeviceGetName(handle),
@@ -186,12 +190,12 @@ def _gpu(handles: list[Any], index: int) -> Gpu:
         free_bytes=free,
         link=link,
         host_link=host_link,
-        address=_address(handle),
+        address=_read_address(handle),
         unified=memory is None,
     )
 
 
-def _address(handle: Any) -> str | None:
+def _read_address(handle: Any) -> str | None:
     """Return the PCI address as sysfs has it: NVML's has a longer domain."""
     import pynvml
 
@@ -204,7 +208,7 @@ def _address(handle: Any) -> str | None:
     return f"{domain[-4:]}:{rest}".lower()
 
 
-def _gpu_memory(handle: Any) -> tuple[int, int] | None:
+def _read_gpu_memory(handle: Any) -> tuple[int, int] | None:
     """Return the bytes available to programs, and those that are free; None for a GPU without memory of its own."""
     import pynvml
 
@@ -221,7 +225,7 @@ def _gpu_memory(handle: Any) -> tuple[int, int] | None:
     return memory.total, memory.free
 
 
-def _visible_gpu(count: int, name: str) -> Any | None:
+def _find_visible_gpu(count: int, name: str) -> Any | None:
     """Return a GPU by its index or the beginning of its UUID. Raises NVMLError_GpuIsLost if that one is lost."""
     import pynvml
 

@@ -56,23 +56,23 @@ class Link:
         return f"{name}, {rate}" if self.direct else f"{name}, {rate}, through the host's memory"
 
 
-def fabric(kind: LinkKind, generation: int, bandwidth: float, span: int) -> Link:
+def build_fabric_link(kind: LinkKind, generation: int, bandwidth: float, span: int) -> Link:
     """Return an NVLink or similar with ``bandwidth`` bytes per second and direction that connects ``span`` devices."""
     return Link(kind, bandwidth, _LATENCY[kind], generation, span)
 
 
-def pcie(generation: int, lanes: int = 16, direct: bool = True) -> Link:
+def build_pcie_link(generation: int, lanes: int = 16, direct: bool = True) -> Link:
     """Return a PCI Express slot."""
     lane = _PCIE_LANE[min(generation, max(_PCIE_LANE))]
     return Link("pcie", lane * lanes, _LATENCY["pcie"], generation, direct=direct)
 
 
-def network(bits_per_second: float, devices: int) -> Link:
+def build_network_link(bits_per_second: float, devices: int) -> Link:
     """Return each device's share of a node's network of ``bits_per_second``, when all ``devices`` send."""
     return Link("network", bits_per_second / 8 / devices, _LATENCY["network"])
 
 
-def memory(bandwidth: float) -> Link:
+def build_memory_link(bandwidth: float) -> Link:
     """Return the memory that processes of one CPU share."""
     return Link("memory", bandwidth, _LATENCY["memory"])
 
@@ -86,27 +86,29 @@ def detect_links(handles: Sequence[Any], index: int) -> tuple[Link, Link]:
     import pynvml
 
     handle, others = handles[index], [other for i, other in enumerate(handles) if i != index]
-    slot = _slot(handle)
-    joined = sum(_reaches(handle, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) for other in others)
+    slot = _read_slot(handle)
+    joined = sum(_can_reach(handle, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) for other in others)
     lines = sum(_is_active(handle, line) for line in range(_MOST_NVLINKS)) if joined else 0
     generation = _NVLINK_GENERATION.get(pynvml.nvmlDeviceGetCudaComputeCapability(handle)[0])
     if lines and generation:
-        return fabric("nvlink", generation, lines * _NVLINK_EACH[generation], joined + 1), slot
+        return build_fabric_link("nvlink", generation, lines * _NVLINK_EACH[generation], joined + 1), slot
     # A plain 0: pynvml's NVML_P2P_CAPS_INDEX_READ is a tuple by mistake.
-    direct = bool(others) and all(_reaches(handle, other, 0) for other in others)
+    direct = bool(others) and all(_can_reach(handle, other, 0) for other in others)
     return Link("pcie", slot.bandwidth, slot.latency, slot.generation, direct=direct), slot
 
 
-def _slot(handle: Any) -> Link:
+def _read_slot(handle: Any) -> Link:
     import pynvml
 
     try:
-        return pcie(pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle), pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle))
+        return build_pcie_link(
+            pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle), pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)
+        )
     except pynvml.NVMLError:
-        return pcie(3)
+        return build_pcie_link(3)
 
 
-def _reaches(handle: Any, other: Any, capability: int) -> bool:
+def _can_reach(handle: Any, other: Any, capability: int) -> bool:
     import pynvml
 
     try:

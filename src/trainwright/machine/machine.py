@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from trainwright.machine.links import Link
 from trainwright.machine.processor import Processor
-from trainwright.machine.vendors import Vendor, device_type
-from trainwright.utils.text import plural
+from trainwright.machine.vendors import Vendor, look_up_device_type
+from trainwright.utils.text import format_plural
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Machine:
     @property
     def device(self) -> str:
         """The type of the device to compute on, as in torch."""
-        return device_type(self.gpus[0].vendor if self.gpus else "CPU")
+        return look_up_device_type(self.gpus[0].vendor if self.gpus else "CPU")
 
     @property
     def usable_bytes(self) -> int:
@@ -73,4 +73,4 @@ class Machine:
         """Describe the machine in one line."""
         if self.gpus:
             return f"{len(self.gpus)} x {self.gpus[0].name}, {self.gpus[0].memory_bytes / 2**30:.0f} GiB each"
-        return f"{self.cpu_name}, {plural(self.cpu_cores, 'core')}, {self.memory_bytes / 2**30:.0f} GiB"
+        return f"{self.cpu_name}, {format_plural(self.cpu_cores, 'core')}, {self.memory_bytes / 2**30:.0f} GiB"

@@ -27,9 +27,9 @@ from shutil import which
 from typing import TYPE_CHECKING
 
 from trainwright.machine.catalog import Card
-from trainwright.machine.cgroups import groups, read
-from trainwright.machine.links import memory
-from trainwright.utils.text import plural
+from trainwright.machine.cgroups import iterate_groups, read_text
+from trainwright.machine.links import build_memory_link
+from trainwright.utils.text import format_plural
 
 if TYPE_CHECKING:
     from trainwright.machine.machine import Machine
@@ -84,19 +84,19 @@ class Processor:
 
 def detect_processor() -> Processor:
     """Return the processor that this process runs on, as far as the kernel reports it."""
-    text = read(Path("/proc/cpuinfo"))
-    flags = (_field(text, "flags") or _field(text, "Features")).split()
+    text = read_text(Path("/proc/cpuinfo"))
+    flags = (_find_field(text, "flags") or _find_field(text, "Features")).split()
     clocks = re.findall(r"^cpu MHz\s*:\s*([\d.]+)", text, re.MULTILINE)
-    family = _field(text, "cpu family")
+    family = _find_field(text, "cpu family")
     return Processor(
-        vendor=_field(text, "vendor_id"),
+        vendor=_find_field(text, "vendor_id"),
         family=int(family) if family.isdigit() else 0,
         instructions=tuple(sorted(_INSTRUCTIONS.intersection(flags))),
         clock=max(map(float, clocks)) * 1e6 if clocks else _CLOCK,
     )
 
 
-def cpu_card(machine: Machine) -> Card:
+def build_cpu_card(machine: Machine) -> Card:
     """Return all cores that ``machine`` lets this process use as one device, with nominal rates."""
     bandwidth = min(_MOST_BYTES, _BYTES_PER_CORE * machine.cpu_cores)
     return Card(
@@ -108,8 +108,8 @@ def cpu_card(machine: Machine) -> Card:
         nominal_bytes=machine.memory_bytes,
         memory_bandwidth=bandwidth,
         rates={precision: rate * machine.cpu_cores for precision, rate in machine.processor.rates.items()},
-        link=memory(bandwidth),
-        host_link=memory(bandwidth),
+        link=build_memory_link(bandwidth),
+        host_link=build_memory_link(bandwidth),
         watts=_WATTS_PER_CORE * machine.cpu_cores,
     )
 
@@ -119,7 +119,7 @@ def has_amx(card: Card) -> bool:
     return card.rates.get("bf16", 0.0) >= _AMX_BF16 / _AVX512 * card.rates["fp32"]
 
 
-def _field(text: str, name: str) -> str:
+def _find_field(text: str, name: str) -> str:
     """Return the value of the first line of ``text`` with this name."""
     match = re.search(rf"^{re.escape(name)}\s*:(.*)$", text, re.MULTILINE)
     return match[1].strip() if match else ""
@@ -128,28 +128,28 @@ def _field(text: str, name: str) -> str:
 _LEAST_CAPABILITY = (7, 0)  # is_triton_capable in torch/_dynamo/device_interface.py
 
 
-def why_not_compiled(device: str, capability: tuple[int, int] = _LEAST_CAPABILITY) -> str | None:
+def explain_no_compile(device: str, capability: tuple[int, int] = _LEAST_CAPABILITY) -> str | None:
     """Return why torch.compile cannot be used here for ``device``, "cuda" or "cpu", or None if it can."""
     if device == "cpu":
-        return _without(_compiler(os.environ.get("CXX"), "g++"), "C++ compiler (g++, or the one in $CXX)")
+        return _explain_missing(_find_compiler(os.environ.get("CXX"), "g++"), "C++ compiler (g++, or the one in $CXX)")
     if capability < _LEAST_CAPABILITY:
         return f"needs compute capability 7.0 or higher, this GPU has {capability[0]}.{capability[1]}"
-    return why_no_triton()
+    return explain_no_triton()
 
 
 @cache
-def why_no_triton() -> str | None:
+def explain_no_triton() -> str | None:
     """Return why Triton code cannot be compiled here, or None if it can."""
     if find_spec("triton") is None:
         return "needs Triton, which is not installed"
     headers = Path(sysconfig.get_path("include")) / "Python.h"
-    compiler = _compiler(os.environ.get("CC"), "gcc", "clang", "cc")
-    return _without(compiler, "C compiler (gcc or clang, or the one in $CC)") or (
+    compiler = _find_compiler(os.environ.get("CC"), "gcc", "clang", "cc")
+    return _explain_missing(compiler, "C compiler (gcc or clang, or the one in $CC)") or (
         None if headers.is_file() else f"needs the headers of Python, such as {headers} (Debian: python3-dev)"
     )
 
 
-def _compiler(chosen: str | None, *names: str) -> str | None:
+def _find_compiler(chosen: str | None, *names: str) -> str | None:
     """Return the compiler that the environment names, which replaces the others, or the first that is installed."""
     for name in (chosen,) if chosen else names:
         if name and (program := which(name.split()[0])) is not None:
@@ -157,7 +157,7 @@ def _compiler(chosen: str | None, *names: str) -> str | None:
     return None
 
 
-def _without(program: str | None, what: str) -> str | None:
+def _explain_missing(program: str | None, what: str) -> str | None:
     return None if program is not None else f"needs a {what}, which is not installed"
 
 
@@ -187,7 +187,7 @@ def bind(address: str | None, root: Path = Path("/")) -> str | None:
     """
     if address is None or not hasattr(os, "sched_setaffinity"):
         return None
-    node = node_to_bind(address, os.sched_getaffinity(0), root)
+    node = find_node_to_bind(address, os.sched_getaffinity(0), root)
     if node is None:
         return None
     try:
@@ -195,10 +195,10 @@ def bind(address: str | None, root: Path = Path("/")) -> str | None:
     except OSError:  # the control group has changed since
         return None
     memory = " and its memory" if prefer_memory(node.number) else ""
-    return f"bound to {plural(len(node.cores), 'core')} of NUMA node {node.number}, its GPU's{memory}"
+    return f"bound to {format_plural(len(node.cores), 'core')} of NUMA node {node.number}, its GPU's{memory}"
 
 
-def node_to_bind(address: str, allowed: Set[int], root: Path = Path("/")) -> NumaNode | None:
+def find_node_to_bind(address: str, allowed: Set[int], root: Path = Path("/")) -> NumaNode | None:
     """Return the node of the device at PCI ``address``, or None if the process should stay as it is.
 
     That is the case if the node is not known or the only one; if the process may not use its cores; and if it is bound
@@ -207,11 +207,11 @@ def node_to_bind(address: str, allowed: Set[int], root: Path = Path("/")) -> Num
     Args:
         allowed: the cores that the process may run on.
     """
-    number = read(root / "sys/bus/pci/devices" / address.lower() / "numa_node").strip()
-    if not number.isdigit() or len(_numbers(read(root / _NODES / "online"))) < 2:
+    number = read_text(root / "sys/bus/pci/devices" / address.lower() / "numa_node").strip()
+    if not number.isdigit() or len(_parse_number_list(read_text(root / _NODES / "online"))) < 2:
         return None
-    cores = _numbers(read(root / _NODES / f"node{number}/cpulist")) & allowed
-    if not cores or cores == allowed or allowed < _available(root):
+    cores = _parse_number_list(read_text(root / _NODES / f"node{number}/cpulist")) & allowed
+    if not cores or cores == allowed or allowed < _read_available_cores(root):
         return None
     return NumaNode(int(number), frozenset(cores))
 
@@ -228,16 +228,16 @@ def prefer_memory(node: int) -> bool:
     return ctypes.CDLL(None, use_errno=True).syscall(number, _PREFERRED, mask, _MOST_NODES + 1) == 0
 
 
-def _available(root: Path) -> set[int]:
+def _read_available_cores(root: Path) -> set[int]:
     """Return the cores that processes of this control group may use, those of the machine if it sets none."""
-    for group, version in groups("cpuset", root):
+    for group, version in iterate_groups("cpuset", root):
         names = ("cpuset.cpus.effective",) if version == 2 else ("cpuset.effective_cpus", "cpuset.cpus")
-        if cores := next(filter(None, (_numbers(read(group / name)) for name in names)), None):
+        if cores := next(filter(None, (_parse_number_list(read_text(group / name)) for name in names)), None):
             return cores
-    return _numbers(read(root / "sys/devices/system/cpu/online"))
+    return _parse_number_list(read_text(root / "sys/devices/system/cpu/online"))
 
 
-def _numbers(text: str) -> set[int]:
+def _parse_number_list(text: str) -> set[int]:
     """Return the numbers of a list such as ``0-3,8``."""
     numbers: set[int] = set()
     for part in filter(None, text.strip().split(",")):

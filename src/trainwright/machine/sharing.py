@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainwright.errors import RequestError
-from trainwright.utils.activity import doing
-from trainwright.utils.paths import retried, sync_tree
+from trainwright.utils.activity import begin_activity
+from trainwright.utils.paths import retry_stale, sync_tree
 
 LOCK = ".lock"  # in a directory: on NFS, locks of directories do not reach other machines, and those of files do
 _LOOKS, _LONGEST_LOOKS = 0.05, 0.5  # seconds between attempts
@@ -59,7 +59,7 @@ def lock_directory(directory: Path, refusal: str, patience: float = 0.0) -> Iter
     Raises:
         Locked: ``refusal``.
     """
-    descriptor = _locked(directory, refusal, time.monotonic() + patience)
+    descriptor = _acquire_lock(directory, refusal, time.monotonic() + patience)
     try:
         yield
     finally:
@@ -67,16 +67,16 @@ def lock_directory(directory: Path, refusal: str, patience: float = 0.0) -> Iter
         _remove_unused(directory / LOCK)
 
 
-def _locked(directory: Path, refusal: str, deadline: float) -> int:
+def _acquire_lock(directory: Path, refusal: str, deadline: float) -> int:
     """Return a descriptor that holds the lock of ``directory``."""
     for _ in range(_ATTEMPTS):
         try:
-            descriptor = retried(lambda: _opened(directory / LOCK))
+            descriptor = retry_stale(lambda: _open_lock_file(directory / LOCK))
         except OSError:
             break
         _wait(descriptor, refusal, deadline)
         if _is_open(directory / LOCK, descriptor):
-            _sign(descriptor)
+            _sign_lock(descriptor)
             return descriptor
         os.close(descriptor)  # another process has removed the file meanwhile
     descriptor = os.open(directory, os.O_RDONLY)
@@ -86,32 +86,32 @@ def _locked(directory: Path, refusal: str, deadline: float) -> int:
 
 def _wait(descriptor: int, refusal: str, deadline: float) -> None:
     try:
-        while _taken(descriptor) is False:  # where there are no locks, a run must be possible
+        while _try_to_lock(descriptor) is False:  # where there are no locks, a run must be possible
             if time.monotonic() >= deadline:
-                raise _locked_by(descriptor, refusal)
+                raise _build_locked_error(descriptor, refusal)
             time.sleep(_LOOKS)
     except BaseException:
         os.close(descriptor)
         raise
 
 
-def _sign(descriptor: int) -> None:
+def _sign_lock(descriptor: int) -> None:
     """Write into the file of a lock which machine holds it."""
     with suppress(OSError):  # another user's file, or a full disk
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, _this_machine().encode(), 0)
+        os.pwrite(descriptor, _identify_machine().encode(), 0)
         os.fsync(descriptor)  # a machine that is lost has told the others
 
 
-def _locked_by(descriptor: int, refusal: str) -> Locked:
+def _build_locked_error(descriptor: int, refusal: str) -> Locked:
     try:
         holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
     except OSError:  # a directory that is locked itself
         holder = ""
-    return Locked(refusal, holder.partition(" ")[0], is_elsewhere=holder not in ("", _this_machine()))
+    return Locked(refusal, holder.partition(" ")[0], is_elsewhere=holder not in ("", _identify_machine()))
 
 
-def _this_machine() -> str:
+def _identify_machine() -> str:
     try:
         boot = _BOOT.read_text(encoding="ascii").strip()
     except OSError:
@@ -131,7 +131,7 @@ def _remove_unused(file: Path) -> None:
     with suppress(OSError):
         descriptor = os.open(file, os.O_RDWR)
         try:
-            if _taken(descriptor) and _is_open(file, descriptor):
+            if _try_to_lock(descriptor) and _is_open(file, descriptor):
                 file.unlink()
         finally:
             os.close(descriptor)
@@ -153,7 +153,7 @@ def is_locked(directory: Path) -> bool:
     except OSError:  # there is none, or another user's, or a link
         descriptor = os.open(directory, os.O_RDONLY)
     try:
-        return _taken(descriptor, fcntl.LOCK_SH) is False
+        return _try_to_lock(descriptor, fcntl.LOCK_SH) is False
     finally:
         os.close(descriptor)
 
@@ -171,28 +171,28 @@ def lock_file(file: Path, waiting: str) -> Iterator[bool]:
     Raises:
         OSError: the file cannot be created.
     """
-    descriptor, pause = retried(lambda: _opened(file)), 0.0
+    descriptor, pause = retry_stale(lambda: _open_lock_file(file)), 0.0
     try:
-        while (is_taken := _taken(descriptor)) is False:
+        while (is_taken := _try_to_lock(descriptor)) is False:
             if not pause:
-                doing(waiting)
+                begin_activity(waiting)
             pause = min(max(2 * pause, _LOOKS), _LONGEST_LOOKS)
             time.sleep(pause)
         if pause:
-            doing("")
+            begin_activity("")
         yield is_taken is True
     finally:
         os.close(descriptor)
 
 
-def _opened(file: Path) -> int:
+def _open_lock_file(file: Path) -> int:
     try:
         return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except PermissionError:  # another user's
         return os.open(file, os.O_RDONLY | os.O_CLOEXEC)
 
 
-def _taken(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool | None:
+def _try_to_lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool | None:
     """Return whether the lock could be taken now; None on a file system without locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
@@ -230,25 +230,25 @@ def build_once(
     Raises:
         OSError: the directory cannot be read or made.
     """
-    existing = retried(find)
+    existing = retry_stale(find)
     if existing is not None:
         return existing
     directory.parent.mkdir(parents=True, exist_ok=True)
     lock = directory.with_name(f"{directory.name}.lock")
     with lock_file(lock, f"waiting for another process that prepares {directory}") as alone:
         os.listdir(directory.parent)  # asks the server of a shared file system again
-        existing = retried(find)
+        existing = retry_stale(find)
         if existing is not None:
             return existing
         _remove_remnants(directory, alone=alone, keep=goes_on)
         token = _KEPT if alone and goes_on else os.urandom(4).hex()
-        scratch = directory.with_name(f"{_prefix(directory)}{token}")
+        scratch = directory.with_name(f"{_build_prefix(directory)}{token}")
         complete = False
         try:
             make(scratch)
             complete = True
             sync_tree(scratch)
-            return _published(scratch, directory, find)
+            return _publish_directory(scratch, directory, find)
         finally:
             if complete or token != _KEPT:
                 shutil.rmtree(scratch, ignore_errors=True)
@@ -259,26 +259,26 @@ def remove_remnants(file: Path) -> None:
 
     Call it while nobody else writes the file.
     """
-    for remnant in file.parent.glob(f".{_literal(file.name)}.*"):
+    for remnant in file.parent.glob(f".{_escape_pattern(file.name)}.*"):
         with suppress(OSError):
             remnant.unlink()
 
 
-def _published(scratch: Path, directory: Path, find: Callable[[], _Found | None]) -> _Found:
+def _publish_directory(scratch: Path, directory: Path, find: Callable[[], _Found | None]) -> _Found:
     """Rename what was made to ``directory``, unless another process was first."""
     try:
         scratch.rename(directory)
     except OSError:
-        existing = retried(find)
+        existing = retry_stale(find)
         if existing is not None:
             return existing
         if not os.path.lexists(directory):
             raise
-        damaged = directory.with_name(f"{_prefix(directory)}{os.urandom(4).hex()}")
+        damaged = directory.with_name(f"{_build_prefix(directory)}{os.urandom(4).hex()}")
         directory.rename(damaged)
         shutil.rmtree(damaged, ignore_errors=True)  # before the rename, after which nobody looks for what is left
         scratch.rename(directory)
-    existing = retried(find)
+    existing = retry_stale(find)
     if existing is None:
         raise OSError(f"{directory} was made and is damaged or gone")
     return existing
@@ -286,32 +286,32 @@ def _published(scratch: Path, directory: Path, find: Callable[[], _Found | None]
 
 def _remove_remnants(directory: Path, *, alone: bool, keep: bool) -> None:
     """Remove what calls that were interrupted have left: those of this host if no other process of it is here now."""
-    prefix = _prefix(directory)
-    for remnant in directory.parent.glob(f".*{_literal(directory.name)}.*"):
+    prefix = _build_prefix(directory)
+    for remnant in directory.parent.glob(f".*{_escape_pattern(directory.name)}.*"):
         # `make` may write its directory by way of one with another dot before the name.
         name = f".{remnant.name.lstrip('.')}"
         if alone and name.startswith(prefix):
             is_left = not (keep and remnant.name == f"{prefix}{_KEPT}")
         else:
-            is_left = name.startswith(f".{directory.name}.") and _age(remnant) > _OLD_SECONDS
+            is_left = name.startswith(f".{directory.name}.") and _measure_age(remnant) > _OLD_SECONDS
         if is_left:
             shutil.rmtree(remnant, ignore_errors=True)
 
 
-def _prefix(directory: Path) -> str:
-    return f".{directory.name}.{host_name()}-"
+def _build_prefix(directory: Path) -> str:
+    return f".{directory.name}.{read_host_name()}-"
 
 
-def host_name() -> str:
+def read_host_name() -> str:
     """Return the name of this machine as a part of file names."""
     return re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())
 
 
-def _literal(name: str) -> str:
+def _escape_pattern(name: str) -> str:
     return re.sub(r"([*?[])", r"[\1]", name)
 
 
-def _age(remnant: Path) -> float:
+def _measure_age(remnant: Path) -> float:
     """Return the seconds since anything in a directory was changed."""
     newest = 0.0
     for folder, _, files in os.walk(remnant):

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainwright.machine.counters import low_clock
-from trainwright.utils.text import plural, size
+from trainwright.machine.counters import find_low_clock
+from trainwright.utils.text import format_bytes, format_plural
 
 # Parts of the time from which something is a cause.
 QUOTA, WAITED, STOLEN, DISK, MEMORY, HEAT, ASLEEP = 0.1, 0.1, 0.05, 0.1, 0.05, 0.05, 0.1
@@ -30,7 +30,7 @@ class Slowdown:
     words: str
 
 
-def causes_of(
+def find_causes(
     usage: Mapping[str, float],
     *,
     elsewhere: float = 0.0,
@@ -47,9 +47,11 @@ def causes_of(
         sleeps: whether it sleeps by itself, as one that waits for a GPU does; otherwise something stopped it.
         gpu: state of its GPU, see `gpu.asked`; None without one.
     """
-    causes = [*_of_cores(usage), *_of_disks(usage, elsewhere), *_of_clocks(usage, gpu)]
+    causes = [*_find_core_causes(usage), *_find_disk_causes(usage, elsewhere), *_find_clock_causes(usage, gpu)]
     if planned_threads is not None and usage.get("threads", planned_threads) < planned_threads:
-        fewer = f"{plural(int(usage['threads']), 'thread')} per process, where {planned_threads:.0f} were expected"
+        fewer = (
+            f"{format_plural(int(usage['threads']), 'thread')} per process, where {planned_threads:.0f} were expected"
+        )
         why = "OMP_NUM_THREADS is set, or there are fewer cores"
         causes.append(Slowdown("threads", 1 - usage["threads"] / planned_threads, f"{fewer}: {why}"))
     if not sleeps and "asleep" in usage:
@@ -61,12 +63,12 @@ def causes_of(
     return sorted(causes, key=lambda cause: -cause.share)
 
 
-def in_words(causes: Sequence[Slowdown]) -> str:
+def describe_causes(causes: Sequence[Slowdown]) -> str:
     """Return the causes as a part of a sentence."""
     return "; ".join(cause.words for cause in causes) or "no cause shows on its machine"
 
 
-def _of_cores(usage: Mapping[str, float]) -> Iterator[Slowdown]:
+def _find_core_causes(usage: Mapping[str, float]) -> Iterator[Slowdown]:
     throttled, waited, stolen = (usage.get(name, 0.0) for name in ("throttled", "waited", "stolen"))
     waited *= 1 - usage.get("asleep", 0.0)  # of the whole time, not only of that in which it had work
     if throttled >= QUOTA:
@@ -79,10 +81,10 @@ def _of_cores(usage: Mapping[str, float]) -> Iterator[Slowdown]:
         words = f"the host of this virtual machine gave {stolen:.0%} of its CPU time to others"
         yield Slowdown("hypervisor", stolen, words)
     if waited >= WAITED:
-        yield from _of_load(usage, waited, throttled >= QUOTA)
+        yield from _find_load_causes(usage, waited, throttled >= QUOTA)
 
 
-def _of_load(usage: Mapping[str, float], waited: float, quota: bool) -> Iterator[Slowdown]:
+def _find_load_causes(usage: Mapping[str, float], waited: float, quota: bool) -> Iterator[Slowdown]:
     """Yield who used the cores for which the process waited."""
     others = usage.get("other_cores")
     processes, threads, cores = (int(usage.get(name, 0)) for name in ("processes", "threads", "cores"))
@@ -95,7 +97,8 @@ def _of_load(usage: Mapping[str, float], waited: float, quota: bool) -> Iterator
         yield Slowdown("load", waited * part, f"{for_a_core}: other programs use this machine{used}")
     if excess:
         shortage = (
-            f"{plural(processes, 'process', 'processes')} of {plural(threads, 'thread')} share {plural(cores, 'core')}"
+            f"{format_plural(processes, 'process', 'processes')} of {format_plural(threads, 'thread')} share "
+            f"{format_plural(cores, 'core')}"
         )
         words = f"{for_a_core}: {shortage}; lower OMP_NUM_THREADS or parallel.num_processes"
         yield Slowdown("own threads", waited * (1 - part if foreign else 1.0), words)
@@ -103,7 +106,7 @@ def _of_load(usage: Mapping[str, float], waited: float, quota: bool) -> Iterator
         yield Slowdown("load", waited, for_a_core)
 
 
-def _of_disks(usage: Mapping[str, float], elsewhere: float) -> Iterator[Slowdown]:
+def _find_disk_causes(usage: Mapping[str, float], elsewhere: float) -> Iterator[Slowdown]:
     asleep = max(0.0, usage["asleep"] - elsewhere) if "asleep" in usage else 1.0
     disk = min(usage.get("disk", 0.0), asleep)
     pages, swapped = usage.get("faults", 0.0), usage.get("swap_in", 0.0)
@@ -112,22 +115,22 @@ def _of_disks(usage: Mapping[str, float], elsewhere: float) -> Iterator[Slowdown
         if (share := min(stalled, asleep)) >= MEMORY:
             read_again = f"{pages:.0f} pages per second were read from disk"
             if swapped:
-                read_again += f", {size(round(swapped))} per second from swap"
+                read_again += f", {format_bytes(round(swapped))} per second from swap"
             yield Slowdown("memory", share, f"memory is low: {read_again}")
             disk = disk - share  # the same waiting
     if disk >= DISK:
         yield Slowdown("disk", disk, f"the process waited for disks {disk:.0%} of the time")
 
 
-def _of_clocks(usage: Mapping[str, float], gpu: Mapping[str, Any] | None) -> Iterator[Slowdown]:
+def _find_clock_causes(usage: Mapping[str, float], gpu: Mapping[str, Any] | None) -> Iterator[Slowdown]:
     heat, times = usage.get("heat", 0.0), usage.get("heat_events", 0.0)
     if heat >= HEAT:
         yield Slowdown("heat", heat, f"heat slowed down its processors for {heat:.0%} of the time")
     elif times and not heat:  # the kernel counts how often, not for how long
-        yield Slowdown("heat", 0.0, f"heat slowed down its processors {plural(int(times), 'time')}")
+        yield Slowdown("heat", 0.0, f"heat slowed down its processors {format_plural(int(times), 'time')}")
     elif gpu is None and 0 < (now := usage.get("clock", 0.0)) < (usual := usage.get("usual_clock", 0.0)):
         yield Slowdown(
             "clock", 1 - now / usual, f"its processors run at {now:.0f} MHz, below the usual {usual:.0f} MHz"
         )
-    if gpu is not None and (low := low_clock(gpu)) is not None:
+    if gpu is not None and (low := find_low_clock(gpu)) is not None:
         yield Slowdown("GPU", *low)

@@ -14,11 +14,11 @@ from typing import Any
 
 import psutil
 
-from trainwright.machine.cgroups import read
-from trainwright.machine.counters import Counters, clocks, cores_of, gpu_of, memory
+from trainwright.machine.cgroups import read_text
+from trainwright.machine.counters import Counters, list_core_directories, read_clocks, read_gpu_by_address, read_memory
 from trainwright.machine.detect import detect
-from trainwright.machine.measured.contention import usable_cores
-from trainwright.machine.slowdowns import Slowdown, causes_of
+from trainwright.machine.measured.contention import count_usable_cores
+from trainwright.machine.slowdowns import Slowdown, find_causes
 
 # Of what happened since the last sample, what a sample has, with the digits that are kept.
 _SINCE = {
@@ -55,7 +55,7 @@ class UsageSampler:
 
     def __init__(self, gpu: str | None = None, parent: int | None = None, root: Path = Path("/")) -> None:
         self._gpu, self._parent, self._root = gpu, parent, root
-        self._before = self._counters()
+        self._before = self._read_counters()
 
     def __call__(self) -> dict[str, Any]:
         """Return what they do; what the system does not tell is left out.
@@ -63,31 +63,35 @@ class UsageSampler:
         Memory is in bytes, ``clock`` in MHz, ``temperature`` in degrees Celsius; `gpu.asked` has those of the GPU, and
         `Counters.since` the others, which are of the time since the last call.
         """
-        now = self._counters()
+        now = self._read_counters()
         since, self._before = now.since(self._before), now
         values: dict[str, Any] = {name: round(since[name], digits) for name, digits in _SINCE.items() if name in since}
-        values |= memory(self._root)
-        if (clock := _clock(self._root)) is not None:
+        values |= read_memory(self._root)
+        if (clock := _read_mean_clock(self._root)) is not None:
             values["clock"] = round(clock)
-        if (heat := _temperature(self._root)) is not None:
+        if (heat := _read_temperature(self._root)) is not None:
             values["temperature"] = heat
         # A run on the CPU hides the GPUs from itself.
-        if self._gpu is not None and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and (gpu := gpu_of(self._gpu)):
+        if (
+            self._gpu is not None
+            and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
+            and (gpu := read_gpu_by_address(self._gpu))
+        ):
             values["gpu"] = gpu
         return values
 
-    def _counters(self) -> Counters:
+    def _read_counters(self) -> Counters:
         return Counters.now(self._parent, self._root, all_threads=False)
 
 
-def figures_of(samples: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+def format_figures(samples: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return what the ranks of a run do in few characters; of several, the lowest and the highest value of each figure.
 
     ``use``, ``memory``, ``power`` and ``temperature`` of their GPUs; without GPUs, ``use`` of the processors (100% is
     one core) and resident ``memory``. What no sample has is left out.
     """
     gpus = [gpu for sample in samples if isinstance(gpu := sample.get("gpu"), Mapping)]
-    total = max(_values(gpus, "total_memory"), default=0.0) / 2**30
+    total = max(_select_values(gpus, "total_memory"), default=0.0) / 2**30
     shown = {
         "use": ("used", "gpu ", 100, "%") if gpus else ("cpu", "cpu ", 100, "%"),
         "memory": ("memory", "", 2**-30, f"/{total:.0f} GiB" if total else " GiB"),
@@ -95,23 +99,23 @@ def figures_of(samples: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         "temperature": ("temperature" if gpus else "", "", 1, " °C"),  # that of the processors is not a rank's
     }
     return {
-        name: f"{label}{_range([scale * value for value in values])}{unit}"
+        name: f"{label}{_format_range([scale * value for value in values])}{unit}"
         for name, (field, label, scale, unit) in shown.items()
-        if (values := _values(gpus or samples, field))
+        if (values := _select_values(gpus or samples, field))
     }
 
 
-def _values(samples: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+def _select_values(samples: Sequence[Mapping[str, Any]], name: str) -> list[float]:
     values = (sample.get(name) for sample in samples)
     return [float(value) for value in values if isinstance(value, int | float) and abs(value) < _LARGEST]
 
 
-def _range(values: Sequence[float]) -> str:
+def _format_range(values: Sequence[float]) -> str:
     ends = (f"{value:.0f}" if value >= 10 else f"{value:.2g}" for value in (min(values), max(values)))
     return "-".join(dict.fromkeys(ends))
 
 
-def process_age(pid: int | None = None) -> float:
+def measure_process_age(pid: int | None = None) -> float:
     """Return the seconds since a process, this one without a ``pid``, was created."""
     try:
         text = Path(f"/proc/{pid or 'self'}/stat").read_text(encoding="ascii", errors="replace")
@@ -122,9 +126,9 @@ def process_age(pid: int | None = None) -> float:
         return max(0.0, time.time() - psutil.Process(pid).create_time())
 
 
-def _clock(root: Path) -> float | None:
+def _read_mean_clock(root: Path) -> float | None:
     """Return the mean clock of the processors in MHz."""
-    texts = [read(core / "cpufreq/scaling_cur_freq").strip() for core in cores_of(root)]
+    texts = [read_text(core / "cpufreq/scaling_cur_freq").strip() for core in list_core_directories(root)]
     clocks = [int(text) / 1000 for text in texts if text.isdigit()]
     if not clocks:
         with suppress(OSError), open(root / "proc/cpuinfo", "rb") as file:
@@ -132,33 +136,33 @@ def _clock(root: Path) -> float | None:
     return sum(clocks) / len(clocks) if clocks else None
 
 
-def _temperature(root: Path) -> float | None:
+def _read_temperature(root: Path) -> float | None:
     """Return the highest temperature of the processors in degrees Celsius."""
-    texts = [read(sensor).strip() for sensor in _sensors(root)]
+    texts = [read_text(sensor).strip() for sensor in _list_sensors(root)]
     return max((int(text) / 1000 for text in texts if text.lstrip("-").isdigit()), default=None)
 
 
 @functools.cache
-def _sensors(root: Path) -> tuple[Path, ...]:
+def _list_sensors(root: Path) -> tuple[Path, ...]:
     """Return the files of the temperatures of processors; those of whole processors if there are such."""
     with suppress(OSError):
-        sensors = sorted(_chip_sensors(root), key=lambda each: not each[0])
+        sensors = sorted(_iterate_chip_sensors(root), key=lambda each: not each[0])
         of_processors = [file for is_whole, file in sensors if is_whole] or [file for _, file in sensors]
-        return tuple((of_processors or list(_zones(root)))[:_MOST_SENSORS])
+        return tuple((of_processors or list(_iterate_zones(root)))[:_MOST_SENSORS])
     return ()
 
 
-def _chip_sensors(root: Path) -> Iterator[tuple[bool, Path]]:
+def _iterate_chip_sensors(root: Path) -> Iterator[tuple[bool, Path]]:
     for chip in sorted((root / "sys/class/hwmon").glob("hwmon*")):
-        if read(chip / "name").strip() in _CHIPS:
+        if read_text(chip / "name").strip() in _CHIPS:
             for file in sorted(chip.glob("temp*_input")):
-                label = read(file.with_name(file.name.replace("_input", "_label"))).strip()
+                label = read_text(file.with_name(file.name.replace("_input", "_label"))).strip()
                 yield label.startswith(("Package", "Tctl", "Tdie")), file
 
 
-def _zones(root: Path) -> Iterator[Path]:
+def _iterate_zones(root: Path) -> Iterator[Path]:
     for zone in sorted((root / "sys/class/thermal").glob("thermal_zone*")):
-        if _ZONES.fullmatch(read(zone / "type").strip()):
+        if _ZONES.fullmatch(read_text(zone / "type").strip()):
             yield zone / "temp"
 
 
@@ -194,30 +198,30 @@ class OwnProcess:
         return Counters.now(self.parent)
 
     def since(self, before: Counters) -> dict[str, float]:
-        """Return what happened since then: see `Counters.since`, with what `causes_of` wants to know beside it."""
-        fields = {"threads": self.threads, "processes": self.processes, "cores": usable_cores()}
+        """Return what happened since then: see `Counters.since`, with what `find_causes` wants to know beside it."""
+        fields = {"threads": self.threads, "processes": self.processes, "cores": count_usable_cores()}
         return {**fields, **self.counters().since(before)}
 
-    def causes(
+    def find_causes(
         self, before: Counters, *, elsewhere: float, planned_threads: float | None = None, sleeps: bool = True
     ) -> list[Slowdown]:
         """Return what has made this process slow since then, largest first.
 
         Args:
             elsewhere: seconds for which it waited for other ranks.
-            planned_threads, sleeps: see `causes_of`.
+            planned_threads, sleeps: see `find_causes`.
         """
         address = self.gpu_address
-        return causes_of(
-            {**dict(clocks()), **self.since(before)},
+        return find_causes(
+            {**dict(read_clocks()), **self.since(before)},
             elsewhere=elsewhere / max(time.monotonic() - before.wall, 1e-6),
             planned_threads=planned_threads,
             sleeps=sleeps or self.gpu is not None,
-            gpu=None if address is None else gpu_of(address),
+            gpu=None if address is None else read_gpu_by_address(address),
         )
 
 
-def survives(pid: int, number: int, *, ignored: bool = True) -> bool:
+def survives_signal(pid: int, number: int, *, ignored: bool = True) -> bool:
     """Return whether a process catches a signal or, unless ``ignored`` is false, ignores it (proc(5)).
 
     Where that is unknown, return ``ignored``.

@@ -44,17 +44,17 @@ GPU_TYPES = tuple(dict.fromkeys(vendor.device_type for vendor in VENDORS.values(
 TRAINING_RUNS_ON = "training runs on NVIDIA, AMD and Intel GPUs and on CPUs"
 
 
-def device_type(vendor: str) -> str:
+def look_up_device_type(vendor: str) -> str:
     """Return the type of a vendor's devices in torch; "cpu" for the vendor "CPU"."""
     return VENDORS[vendor].device_type if vendor in VENDORS else "cpu"
 
 
-def why_not_on(vendor: str, feature: str) -> str | None:
+def explain_missing_feature(vendor: str, feature: str) -> str | None:
     """Return why a module of Python or a precision is not used on the devices of a vendor, or None."""
     why = VENDORS[vendor].lacks.get(feature) if vendor in VENDORS else None
     return None if why is None else f"is not possible on GPUs of {vendor}: {why}"
 
 
-def processor_of(device_type: str) -> Literal["cpu", "gpu"]:
+def look_up_processor(device_type: str) -> Literal["cpu", "gpu"]:
     """Return which of the two kinds of processors a type of torch's devices is."""
     return "cpu" if device_type == "cpu" else "gpu"

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
-from trainwright.machine.cache import cache_in_words, cache_root
+from trainwright.machine.cache import explain_cache_errors, find_cache_root
 from trainwright.machine.sharing import build_once
-from trainwright.models.configuration import config_from, no_progress_bar, untie
+from trainwright.models.configuration import disable_progress_bars, read_config, untie
 from trainwright.models.text_part import is_whole, read_causal
-from trainwright.utils.activity import doing
+from trainwright.utils.activity import begin_activity
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, added: AddedTokensSection) ->
         tokenizer.add_tokens(added.special, special_tokens=True)
 
 
-def needed_rows(size: int, tokenizer: PreTrainedTokenizerBase, added: AddedTokensSection) -> int:
+def count_needed_rows(size: int, tokenizer: PreTrainedTokenizerBase, added: AddedTokensSection) -> int:
     """Return how many rows the embeddings of a model with ``size`` rows have with the added tokens.
 
     Rows that the model has beyond its vocabulary are used first. If the tokenizer has other tokens without a row, it is
@@ -47,7 +47,7 @@ def needed_rows(size: int, tokenizer: PreTrainedTokenizerBase, added: AddedToken
     return len(tokenizer) if beyond <= set(added.names) else size
 
 
-def enlarged(
+def enlarge_model(
     directory: Path, files: Sequence[Path], tokenizer: PreTrainedTokenizerBase, added: AddedTokensSection
 ) -> Path:
     """Return the directory of the model in ``directory`` with a row for every token: one in the cache, or itself.
@@ -60,8 +60,8 @@ def enlarged(
         RequestError: the embeddings of the model cannot be resized.
         MachineError: the cache cannot be written.
     """
-    size = config_from(directory).get_text_config().vocab_size
-    rows = needed_rows(size, tokenizer, added)
+    size = read_config(directory).get_text_config().vocab_size
+    rows = count_needed_rows(size, tokenizer, added)
     if rows == size:
         return directory
     if is_whole(directory):
@@ -71,14 +71,14 @@ def enlarged(
         )
     stats = [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
     key = hashlib.sha256(json.dumps([_VERSION, stats, rows]).encode()).hexdigest()[:32]
-    target = cache_root() / "enlarged" / key
+    target = find_cache_root() / "enlarged" / key
 
     def make(path: Path) -> None:
-        doing(f"adding rows to the embeddings of {directory}")
+        begin_activity(f"adding rows to the embeddings of {directory}")
         _write(directory, path, rows)
         (path / _COMPLETE).write_text("")
 
-    with cache_in_words(target):
+    with explain_cache_errors(target):
         return build_once(target, lambda: target if (target / _COMPLETE).is_file() else None, make)
 
 
@@ -86,30 +86,30 @@ def _write(directory: Path, path: Path, rows: int) -> None:
     """Write the model with ``rows`` rows, in the precision of its files."""
     import torch
 
-    with no_progress_bar(), torch.random.fork_rng(devices=[]):
+    with disable_progress_bars(), torch.random.fork_rng(devices=[]):
         model: PreTrainedModel = read_causal(directory, dtype="auto")
         untie(model)
-        before = [part.weight.detach().clone() for part in _ends(model)]
+        before = [part.weight.detach().clone() for part in _list_ends(model)]
         try:
             model.resize_token_embeddings(rows, mean_resizing=False)
         except (NotImplementedError, TypeError, ValueError, AttributeError) as error:
             what = f"the embeddings of {directory} cannot be resized ({error})"
             raise RequestError(f"model.added_tokens: {what}") from error
         torch.default_generator.manual_seed(0)
-        for part, old in zip(_ends(model), before, strict=True):
-            part.weight.data[len(old) :] = new_rows(old, rows - len(old)).to(old.dtype)
+        for part, old in zip(_list_ends(model), before, strict=True):
+            part.weight.data[len(old) :] = sample_new_rows(old, rows - len(old)).to(old.dtype)
             if getattr(part, "bias", None) is not None:
                 part.bias.data[len(old) :] = part.bias.data[: len(old)].double().mean().to(part.bias.dtype)
         model.save_pretrained(path)
 
 
-def _ends(model: PreTrainedModel) -> list[Any]:
+def _list_ends(model: PreTrainedModel) -> list[Any]:
     """Return the embeddings and the head, which is left out if it has the same weight."""
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     return [embeddings] if head is None or head.weight is embeddings.weight else [embeddings, head]
 
 
-def new_rows(old: torch.Tensor, count: int) -> torch.Tensor:
+def sample_new_rows(old: torch.Tensor, count: int) -> torch.Tensor:
     """Return rows [count, D] for new tokens, float32, drawn as transformers' ``resize_token_embeddings`` does.
 
     They are normal with the mean of the rows of ``old`` [V, D] and 1e-9 of their covariance, so that predictions hardly

@@ -22,23 +22,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trainwright.data.stream.batch import Batch, on_device
+from trainwright.data.stream.batch import Batch, copy_to_device
 from trainwright.errors import RequestError
 from trainwright.models.attention import packs, plain
 from trainwright.models.attention.kernels import CPU, AttentionNeeds, choose
 from trainwright.models.attention.packs import UnpackableError, register
 from trainwright.models.attention.sequences import Sequences
 from trainwright.models.fused.choice import Kernels, is_fused
-from trainwright.models.fused.modules import compute_in_blocks, fuse
+from trainwright.models.fused.modules import compute_in_blocks, fuse_modules
 from trainwright.models.linear_losses import (
     Head,
     Terms,
+    compute_standardized_log_likelihood,
+    compute_token_statistics,
     linear_cross_entropy,
     needs_padding,
-    padded_batch,
-    shared_gradient,
-    standardized_log_likelihood,
-    token_statistics,
+    pad_batch,
+    share_gradient,
 )
 from trainwright.models.own_module import OwnModel
 from trainwright.recipe.sections.model import ModelSection
@@ -88,10 +88,10 @@ class CausalLM(nn.Module):
         if packed:
             model.set_attn_implementation(register(attention))
         elif attention != "auto":
-            _attend_padded(model, attention)
-        self._head = {**_head_settings(model), "fused": is_fused(kernels)}
+            _set_padded_attention(model, attention)
+        self._head = {**_find_head_settings(model), "fused": is_fused(kernels)}
         if is_fused(kernels):
-            fuse(model)
+            fuse_modules(model)
         elif kernels == "auto" and next(model.parameters()).device.type in ("cpu", "meta"):
             compute_in_blocks(model)
         self._terms = Terms(z_loss, label_smoothing)
@@ -116,30 +116,30 @@ class CausalLM(nn.Module):
         ``weights`` computes the constant weight of each target's loss [N].
         """
         if losses:
-            return self.token_losses(batch)
+            return self.compute_token_losses(batch)
         head, balance = self._computed(batch)
         if statistics:
-            each, correct = token_statistics(head, batch.targets)
+            each, correct = compute_token_statistics(head, batch.targets)
             return torch.stack([each.sum(dtype=torch.float64), correct.sum().double()])
         if weights is not None:
             loss = linear_cross_entropy(head, batch.targets, target_weights=weights(head))
         elif objective is None:
             loss = linear_cross_entropy(head, batch.targets, terms=self._terms)
         else:
-            loss = objective_at(head, batch.targets, objective, batch)
+            loss = evaluate_objective(head, batch.targets, objective, batch)
         return loss if balance is None else loss + balance
 
-    def token_losses(self, batch: Batch) -> torch.Tensor:
+    def compute_token_losses(self, batch: Batch) -> torch.Tensor:
         """Return the negative log-likelihood of every target in nats [N], fp32, without gradients."""
-        return self.token_statistics(batch)[0]
+        return self.compute_token_statistics(batch)[0]
 
-    def token_statistics(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute_token_statistics(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the negative log-likelihood in nats [N] and whether the prediction is correct [N]; no gradients."""
-        return token_statistics(self.head(batch), batch.targets)
+        return compute_token_statistics(self.head(batch), batch.targets)
 
-    def standardized_log_likelihood(self, batch: Batch) -> torch.Tensor:
+    def compute_standardized_log_likelihood(self, batch: Batch) -> torch.Tensor:
         """Return the standardized log-likelihood of every target over the vocabulary [N], fp32, without gradients."""
-        return standardized_log_likelihood(self.head(batch), batch.targets)
+        return compute_standardized_log_likelihood(self.head(batch), batch.targets)
 
     def head(self, batch: Batch) -> Head:
         """Return the hidden states [N, H] that predict the batch's targets, with the head that computes the logits."""
@@ -150,19 +150,19 @@ class CausalLM(nn.Module):
         head = self.model.get_output_embeddings()
         like = next(self.model.parameters())
         # Without a head, a module of one's own computes the logits itself.
-        shared = nullcontext(lambda: None) if head is None else shared_gradient(self.model.get_input_embeddings(), head)
+        shared = nullcontext(lambda: None) if head is None else share_gradient(self.model.get_input_embeddings(), head)
         with shared as head_weight:
-            padded = padded_batch(batch) if needs_padding(like) else batch
-            with self._noisy(padded):
-                hidden, balance = self._hidden(padded)
+            padded = pad_batch(batch) if needs_padding(like) else batch
+            with self._add_noise(padded):
+                hidden, balance = self._compute_hidden(padded)
                 hidden = hidden[:, : batch.input_ids.shape[1]]
         hidden = hidden.reshape(-1, hidden.shape[-1])
         if len(batch.target_index) < len(hidden):  # otherwise all positions are used, in order
             hidden = hidden.index_select(0, batch.target_index)
-        return Head(hidden, _with_adapters(head, head_weight()), getattr(head, "bias", None), **self._head), balance
+        return Head(hidden, _add_lora_to_head(head, head_weight()), getattr(head, "bias", None), **self._head), balance
 
     @contextmanager
-    def _noisy(self, batch: Batch) -> Iterator[None]:
+    def _add_noise(self, batch: Batch) -> Iterator[None]:
         """Add noise to the embeddings of a sequence of L tokens: uniform in +-alpha / sqrt(L * H) (NEFTune, arXiv
         2310.05914).
 
@@ -171,7 +171,7 @@ class CausalLM(nn.Module):
         if not (self.embedding_noise and self.training and torch.is_grad_enabled()):
             yield
             return
-        lengths = batch.lengths_by_token().to(batch.input_ids.device)
+        lengths = batch.spread_lengths().to(batch.input_ids.device)
 
         def add(_module: nn.Module, _inputs: Any, hidden: torch.Tensor) -> torch.Tensor:
             size = self.embedding_noise / (lengths * hidden.shape[-1]).sqrt()
@@ -184,7 +184,7 @@ class CausalLM(nn.Module):
         finally:
             handle.remove()
 
-    def _hidden(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _compute_hidden(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the last hidden states [B, L, H] after the final norm; the router loss in passes with gradients."""
         extra: dict[str, Any] = {"attention_mask": batch.attention_mask}
         if batch.boundaries is not None:
@@ -202,7 +202,7 @@ class CausalLM(nn.Module):
         balances = self._router_loss is not None and torch.is_grad_enabled()
         if balances:
             extra["output_router_logits"] = True
-        output = _decoder(self.model)(
+        output = _find_decoder(self.model)(
             input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False, **extra
         )
         if not balances:
@@ -211,7 +211,7 @@ class CausalLM(nn.Module):
         return output.last_hidden_state, self._router_loss.sum(output.router_logits, batch)
 
     @contextmanager
-    def for_generation(self) -> Iterator[PreTrainedModel]:
+    def open_for_generation(self) -> Iterator[PreTrainedModel]:
         """Provide the model for ``generate``: in evaluation mode, without gradients, with the library's attention."""
         attention = self.model.config._attn_implementation
         training = self.training
@@ -231,7 +231,7 @@ class CausalLM(nn.Module):
         return find_blocks(self.model)
 
 
-def _with_adapters(head: Any, weight: torch.Tensor | None) -> torch.Tensor | None:
+def _add_lora_to_head(head: Any, weight: torch.Tensor | None) -> torch.Tensor | None:
     """Return the weight of a head with what PEFT's LoRA layers add to it; any other head's is unchanged."""
     scales: dict[str, float] | None = getattr(head, "scaling", None)
     if weight is None or not isinstance(scales, dict) or head.disable_adapters:
@@ -242,7 +242,7 @@ def _with_adapters(head: Any, weight: torch.Tensor | None) -> torch.Tensor | Non
     return weight
 
 
-def _attend_padded(model: PreTrainedModel, attention: str) -> None:
+def _set_padded_attention(model: PreTrainedModel, attention: str) -> None:
     choose(AttentionNeeds(0, 0, "fp32", packed=False), replace(CPU, attention=attention))
     try:
         model.set_attn_implementation(attention)
@@ -251,19 +251,19 @@ def _attend_padded(model: PreTrainedModel, attention: str) -> None:
         raise RequestError(f"model.attention: {attention} is not possible for {type(model).__name__}: {why}") from None
 
 
-def objective_at(head: Head, targets: torch.Tensor, objective: Objective, batch: Batch) -> torch.Tensor:
+def evaluate_objective(head: Head, targets: torch.Tensor, objective: Objective, batch: Batch) -> torch.Tensor:
     """Return the value of ``objective`` for the losses of the targets [N], with its gradient.
 
     The weight of each target is only known after all losses are computed, so the head runs a second time, which avoids
     holding the logits of more than a chunk. The second run gives the gradient; the value is that of the objective.
     """
-    value, weights = _slopes(objective, token_statistics(head, targets)[0], batch)
+    value, weights = _compute_slopes(objective, compute_token_statistics(head, targets)[0], batch)
     weighted = linear_cross_entropy(head, targets, target_weights=weights)
     return value + (weighted - weighted.detach())
 
 
 @torch.enable_grad()
-def _slopes(objective: Objective, losses: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def _compute_slopes(objective: Objective, losses: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the value of the objective and its derivative with respect to every loss [N]."""
     losses = losses.detach().requires_grad_()
     value = objective(losses, batch)
@@ -301,10 +301,10 @@ def check_model(model: CausalLM, batch: Batch, tolerance: float = 1e-3) -> None:
     model.eval()
     try:
         with torch.no_grad():
-            sequences = list(_sequences(batch))
-            alone = torch.cat([_plain_losses(model.model, sequence) for sequence in sequences])
+            sequences = list(_iterate_sequences(batch))
+            alone = torch.cat([_compute_plain_losses(model.model, sequence) for sequence in sequences])
             together = [batch] if model.packed else sequences
-            losses = torch.cat([model.token_losses(part) for part in together])
+            losses = torch.cat([model.compute_token_losses(part) for part in together])
         difference = (losses - alone).abs().max().item()
         problem = None if difference < tolerance else f"the loss of a token differs by {difference:.2g}"
     except UnpackableError as error:
@@ -322,7 +322,7 @@ def check_model(model: CausalLM, batch: Batch, tolerance: float = 1e-3) -> None:
         raise RequestError(f"model: {name} computes its logits in an unsupported way ({problem})")
 
 
-def _sequences(batch: Batch) -> Iterator[Batch]:
+def _iterate_sequences(batch: Batch) -> Iterator[Batch]:
     assert batch.boundaries is not None
     edges = batch.boundaries.tolist()
     for begin, end in itertools.pairwise(edges):
@@ -337,7 +337,7 @@ def _sequences(batch: Batch) -> Iterator[Batch]:
         )
 
 
-def _plain_losses(model: PreTrainedModel, sequence: Batch) -> torch.Tensor:
+def _compute_plain_losses(model: PreTrainedModel, sequence: Batch) -> torch.Tensor:
     """Return the losses [N] of one sequence as transformers computes them: its attention, its head, its logits."""
     attention = model.config._attn_implementation
     model.set_attn_implementation("eager")
@@ -349,7 +349,7 @@ def _plain_losses(model: PreTrainedModel, sequence: Batch) -> torch.Tensor:
     return nn.functional.cross_entropy(chosen, sequence.targets, reduction="none")
 
 
-def _decoder(model: PreTrainedModel) -> nn.Module:
+def _find_decoder(model: PreTrainedModel) -> nn.Module:
     """Return the model without its head.
 
     If the class has a wrong ``base_model_prefix`` (Llama 4), ``base_model`` is the whole model.
@@ -360,7 +360,7 @@ def _decoder(model: PreTrainedModel) -> nn.Module:
     return next(part for part in model.children() if any(inner is embedding for inner in part.modules()))
 
 
-def _head_settings(model: PreTrainedModel) -> dict[str, Any]:
+def _find_head_settings(model: PreTrainedModel) -> dict[str, Any]:
     """Return the logit scale and softcap of this architecture, from the names that configurations use."""
     config = model.config.get_text_config()
     scale = 1.0
@@ -374,10 +374,10 @@ def _head_settings(model: PreTrainedModel) -> dict[str, Any]:
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
     """Compile each block in place. The first passes are slow; packs of any length then use the same code."""
     # What depends on the lengths of sequences differs for every batch, so it runs uncompiled between compiled parts.
-    plain.each_sequence = torch.compiler.disable(plain.each_sequence)
+    plain.attend_each_sequence = torch.compiler.disable(plain.attend_each_sequence)
     Sequences.in_chunks = torch.compiler.disable(Sequences.in_chunks)  # type: ignore[method-assign]
     Sequences.block_mask = torch.compiler.disable(Sequences.block_mask)  # type: ignore[method-assign]
-    packs.kernel_name = torch.compiler.assume_constant_result(packs.kernel_name)
+    packs.choose_kernel_name = torch.compiler.assume_constant_result(packs.choose_kernel_name)
     packs.switch_to = torch.compiler.assume_constant_result(packs.switch_to)
     for block in blocks:
         block.compile(dynamic=True)
@@ -402,7 +402,7 @@ def freeze(model: nn.Module, section: ModelSection, last_block: int | None = Non
                 )
     beyond = set[nn.Parameter]()
     if last_block is not None:
-        beyond = _after(model, last_block)
+        beyond = _list_parameters_after(model, last_block)
     patterns = section.trained_patterns
     for name, parameter in model.named_parameters():
         trains = patterns is None or any(re.fullmatch(pattern, name) for pattern in patterns)
@@ -416,7 +416,7 @@ def freeze(model: nn.Module, section: ModelSection, last_block: int | None = Non
         )
 
 
-def _after(model: nn.Module, last_block: int) -> set[nn.Parameter]:
+def _list_parameters_after(model: nn.Module, last_block: int) -> set[nn.Parameter]:
     """Return parameters of later blocks and the head, on which the output of a block does not depend."""
     blocks = find_blocks(model)
     embeddings = set(model.get_input_embeddings().parameters())  # type: ignore[operator]
@@ -438,7 +438,7 @@ class RouterLoss:
         Args:
             logits: of the routers of every layer [T, E], of all tokens of the batch with its padding.
         """
-        sequences = _membership(batch)
+        sequences = _build_membership(batch)
         chosen = probabilities = sequences.new_zeros(len(sequences), logits[0].shape[-1])
         for layer in logits:
             routed = layer.float().softmax(-1)
@@ -447,24 +447,24 @@ class RouterLoss:
             probabilities = probabilities + sequences @ routed
         tokens = sequences.sum(1, keepdim=True) * len(logits)
         imbalance = (chosen / tokens * (probabilities / tokens)).sum(-1) * probabilities.shape[-1]
-        targets = on_device(torch.tensor(batch.target_counts, dtype=torch.float32), imbalance.device)
+        targets = copy_to_device(torch.tensor(batch.target_counts, dtype=torch.float32), imbalance.device)
         return self.weight * (imbalance * targets).sum()
 
 
-def _membership(batch: Batch) -> torch.Tensor:
+def _build_membership(batch: Batch) -> torch.Tensor:
     """Return 1 for the tokens of each sequence, 0 for others and padding: fp32 [S, T]."""
     rows, length = batch.input_ids.shape
     count, device = len(batch.target_counts), batch.input_ids.device
     position = torch.arange(rows * length, device=device)
     if batch.boundaries is not None:
-        edges = on_device(batch.boundaries[: count + 1], device)[:, None]
+        edges = copy_to_device(batch.boundaries[: count + 1], device)[:, None]
         return ((position >= edges[:-1]) & (position < edges[1:])).float()
     assert batch.attention_mask is not None
     of_row = position // length == torch.arange(count, device=device)[:, None]
     return (of_row & batch.attention_mask.reshape(-1).bool()).float()
 
 
-def router_loss(recipe: RecipeSchema, model: PreTrainedModel) -> RouterLoss | None:
+def build_router_loss(recipe: RecipeSchema, model: PreTrainedModel) -> RouterLoss | None:
     """Return the router loss of a recipe's task for a model, which needs no weights; None without one.
 
     Raises:

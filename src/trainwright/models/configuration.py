@@ -16,7 +16,7 @@ from trainwright.errors import RequestError
 from trainwright.models.gpt.variants import MODEL_TYPE as GPT
 from trainwright.models.supported import check_supported
 from trainwright.recipe.files import read_json
-from trainwright.recipe.modalities import text_part
+from trainwright.recipe.modalities import select_text_config
 from trainwright.recipe.sections.model import OLDER_ROPE_KEYS, OWN, ModelSection, check_sizes
 
 if TYPE_CHECKING:
@@ -44,17 +44,17 @@ _IGNORED = {
 }
 
 
-def without_ignored(fields: Mapping[str, Any]) -> dict[str, Any]:
+def drop_ignored(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return a model's configuration without keys that do not describe the model, also in its sub-configurations."""
     return {
-        key: without_ignored(value) if isinstance(value, Mapping) and key.endswith("config") else value
+        key: drop_ignored(value) if isinstance(value, Mapping) and key.endswith("config") else value
         for key, value in fields.items()
         if key not in _IGNORED
     }
 
 
 @contextmanager
-def making(config: PretrainedConfig) -> Iterator[None]:
+def convert_creation_errors(config: PretrainedConfig) -> Iterator[None]:
     """Convert errors while a model is created from ``config`` to a RequestError."""
     try:
         yield
@@ -65,7 +65,7 @@ def making(config: PretrainedConfig) -> Iterator[None]:
         raise RequestError(f"model: cannot create a {config.model_type} from this configuration ({what})") from error
 
 
-def fresh_config(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+def build_fresh_config(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
     """Return the configuration of a new model from the recipe's ``model.config``.
 
     By default ``vocab_size`` is the tokenizer's length, and the special ids are the tokenizer's.
@@ -76,7 +76,7 @@ def fresh_config(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     fields = dict(fields)
-    kind = _causal_kind(fields)
+    kind = _check_causal_kind(fields)
     del fields["model_type"]
     _check_keys(fields, CONFIG_MAPPING[kind], "model.config")
     size = fields.setdefault("vocab_size", len(tokenizer))
@@ -86,10 +86,10 @@ def fresh_config(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) 
         )
     for name in SPECIAL_IDS:
         fields.setdefault(name, getattr(tokenizer, name))
-    return config_of(kind, fields)
+    return build_config(kind, fields)
 
 
-def config_of(kind: str, fields: Mapping[str, Any], key: str = "model.config") -> PretrainedConfig:
+def build_config(kind: str, fields: Mapping[str, Any], key: str = "model.config") -> PretrainedConfig:
     """Return the configuration of a model type; raise RequestError, which names ``key``, for values that it refuses."""
     from transformers import AutoConfig
 
@@ -110,7 +110,7 @@ def untie(model: PreTrainedModel) -> None:
             config.tie_word_embeddings = False
 
 
-def layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
+def list_layer_configs(config: PretrainedConfig) -> list[PretrainedConfig]:
     """Return the configuration of each layer, where transformers has one; otherwise the one of all layers."""
     return list(config.per_layer_config) if config.is_heterogeneous else [config]
 
@@ -122,8 +122,8 @@ def set_dropout(config: PretrainedConfig, probability: float) -> None:
         RequestError: the architecture has no dropout; the message names it.
     """
     has_dropout = False
-    for part in _parts(config):
-        before = dict(_dropout_values(part))
+    for part in _list_parts(config):
+        before = dict(_iterate_dropout_values(part))
         for name in before:
             setattr(part, name, float(probability))
         setattr(part, SOURCE_DROPOUT, before)
@@ -135,18 +135,18 @@ def set_dropout(config: PretrainedConfig, probability: float) -> None:
 def restore_source(config: PretrainedConfig) -> PretrainedConfig:
     """Restore in place the values that training changed in ``config``, and return it as files have it."""
     vars(config).pop(WHOLE, None)
-    for part in _parts(config):
+    for part in _list_parts(config):
         for name, value in part.__dict__.pop(SOURCE_DROPOUT, {}).items():
             setattr(part, name, value)
     return config
 
 
-def _parts(config: PretrainedConfig) -> list[PretrainedConfig]:
+def _list_parts(config: PretrainedConfig) -> list[PretrainedConfig]:
     text = config.get_text_config()
     return [config] if text is config else [config, text]
 
 
-def _dropout_values(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
+def _iterate_dropout_values(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
     """Yield the dropout probabilities of a language model, without those of classification heads."""
     for name, value in vars(config).items():
         of_the_model = not name.startswith(("classifier", "summary", "_"))
@@ -155,7 +155,7 @@ def _dropout_values(config: PretrainedConfig) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-def _causal_kind(fields: Mapping[str, Any]) -> str:
+def _check_causal_kind(fields: Mapping[str, Any]) -> str:
     kind = fields.get("model_type")
     if not isinstance(kind, str):
         raise RequestError("model.config.model_type: missing; set it to an architecture, such as llama")
@@ -176,12 +176,12 @@ def register(model_type: object) -> None:
         own.register()
 
 
-def _nearest(word: str, words: Iterable[str]) -> str:
+def _suggest_nearest(word: str, words: Iterable[str]) -> str:
     near = difflib.get_close_matches(word, list(words), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def config_from(directory: Path, model: ModelSection | None = None) -> PretrainedConfig:
+def read_config(directory: Path, model: ModelSection | None = None) -> PretrainedConfig:
     """Return the configuration in ``directory``, with the overrides of ``model``; of several modalities, that of the
     language model.
 
@@ -198,48 +198,50 @@ def config_from(directory: Path, model: ModelSection | None = None) -> Pretraine
     else:
         raise RequestError(f"{where}/config.json is not a model's configuration, which is a JSON object")
     if model is not None:
-        fields = dict(model.overridden(fields))
+        fields = dict(model.override_configuration(fields))
         check_sizes(model.overrides, "model.overrides")
     try:
         with TemporaryDirectory(prefix="trainwright-") as directory_name:
-            (Path(directory_name) / "config.json").write_text(json.dumps(without_ignored(fields)), encoding="utf-8")
+            (Path(directory_name) / "config.json").write_text(json.dumps(drop_ignored(fields)), encoding="utf-8")
             config = AutoConfig.from_pretrained(directory_name, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # json, huggingface_hub and validation errors share no base class
         raise RequestError(f"{where}/config.json cannot be used: {error}") from error
-    if text_part(fields) is not fields:
-        config = text_config(config, fields, directory)
+    if select_text_config(fields) is not fields:
+        config = build_text_config(config, fields, directory)
     if model is not None:
         _check_keys(model.overrides, type(config), "model.overrides")
     config.name_or_path = str(directory)
     return config
 
 
-def text_config(whole: PretrainedConfig, fields: Mapping[str, Any], directory: Path) -> PretrainedConfig:
+def build_text_config(whole: PretrainedConfig, fields: Mapping[str, Any], directory: Path) -> PretrainedConfig:
     """Return the configuration of the language model in the whole model in ``directory``, whose file has ``fields``."""
     config = copy.deepcopy(whole.get_text_config())
     for name in SPECIAL_IDS:
-        if (value := text_part(fields).get(name)) is not None:
+        if (value := select_text_config(fields).get(name)) is not None:
             setattr(config, name, value)
     config.tie_word_embeddings = whole.tie_word_embeddings  # its default depends on the architecture
     setattr(config, WHOLE, str(directory))
     return config
 
 
-def keys_of(config_class: type[PretrainedConfig]) -> set[str]:
+def list_keys(config_class: type[PretrainedConfig]) -> set[str]:
     """Return the keys of a kind of configuration, without ``model_type``."""
     keys = {f.name for f in dataclasses.fields(config_class)} | set(config_class.attribute_map)
     return keys | set(OLDER_ROPE_KEYS) if "rope_parameters" in keys else keys
 
 
 def _check_keys(fields: Mapping[str, Any], config_class: type[PretrainedConfig], where: str) -> None:
-    keys = keys_of(config_class)
+    keys = list_keys(config_class)
     if unknown := [key for key in fields if key not in keys]:
         kind = config_class.model_type
-        raise RequestError("\n".join(f"{where}.{key}: not a key of {kind}{_nearest(key, keys)}" for key in unknown))
+        raise RequestError(
+            "\n".join(f"{where}.{key}: not a key of {kind}{_suggest_nearest(key, keys)}" for key in unknown)
+        )
 
 
 @contextmanager
-def no_progress_bar(*, reports: bool = True) -> Iterator[None]:
+def disable_progress_bars(*, reports: bool = True) -> Iterator[None]:
     """Read or write weights without the progress bars of transformers, or without its ``reports`` too."""
     from transformers.utils import logging as progress
 

@@ -38,41 +38,41 @@ class WeightFormat(nn.Module):
     def store(self, weight: torch.Tensor) -> nn.Parameter:
         """Return the bits of ``weight``, flat, which may be viewed as any dtype of whole bytes, and keep its scales."""
         self.shape = tuple(weight.shape)
-        bits = self._quantized(weight.detach()).reshape(-1).view(torch.uint8)
+        bits = self._quantize_weight(weight.detach()).reshape(-1).view(torch.uint8)
         self._bytes = len(bits)
         return nn.Parameter(nn.functional.pad(bits, (0, -self._bytes % _ALIGNMENT)), requires_grad=False)
 
     def expand(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight of ``bits``, in its shape."""
-        return self._expanded(bits.reshape(-1).view(torch.uint8)[: self._bytes], dtype)
+        return self._dequantize_bits(bits.reshape(-1).view(torch.uint8)[: self._bytes], dtype)
 
-    def _quantized(self, weight: torch.Tensor) -> torch.Tensor:
+    def _quantize_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """Return the bits of a weight, and register the buffers needed to dequantize them."""
         raise NotImplementedError
 
-    def _expanded(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _dequantize_bits(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         raise NotImplementedError
 
 
 def store(experts: nn.Module, name: str, weight_format: WeightFormat) -> None:
     """Store the parameter ``name`` of experts in ``weight_format``, and let the module compute with it."""
     setattr(experts, name, weight_format.store(experts.get_parameter(name)))
-    experts.add_module(_FORMATS, nn.ModuleDict({**formats_of(experts), name: weight_format}))
+    experts.add_module(_FORMATS, nn.ModuleDict({**look_up_formats(experts), name: weight_format}))
     experts.forward = MethodType(_forward, experts)
 
 
-def formats_of(module: nn.Module) -> Mapping[str, WeightFormat]:
+def look_up_formats(module: nn.Module) -> Mapping[str, WeightFormat]:
     """Return how weights of a module of experts are stored, by their names; nothing of other modules."""
     formats: Any = dict(module.named_children()).get(_FORMATS, {})
     return dict(formats.items())
 
 
 @contextmanager
-def adapting(model: nn.Module) -> Iterator[None]:
+def expose_weight_shapes(model: nn.Module) -> Iterator[None]:
     """Let PEFT adapt quantized experts: meanwhile their parameters have the shapes of the weights, and no memory."""
-    stored = [(part, name, part.get_parameter(name)) for part in model.modules() for name in formats_of(part)]
+    stored = [(part, name, part.get_parameter(name)) for part in model.modules() for name in look_up_formats(part)]
     for part, name, bits in stored:
-        shape = bits.new_empty((), dtype=torch.float32).expand(formats_of(part)[name].shape)
+        shape = bits.new_empty((), dtype=torch.float32).expand(look_up_formats(part)[name].shape)
         setattr(part, name, nn.Parameter(shape, requires_grad=False))
     try:
         yield
@@ -81,7 +81,7 @@ def adapting(model: nn.Module) -> Iterator[None]:
             setattr(part, name, bits)
         layers: list[Any] = [part for part in model.modules() if stored and hasattr(part, "parameter_name")]
         for layer in layers:
-            if formats_of(layer.get_base_layer()):
+            if look_up_formats(layer.get_base_layer()):
                 layer.forward = MethodType(_forward, layer)
 
 
@@ -99,13 +99,13 @@ def _forward(
     ends = torch.searchsorted(chosen, every, right=True, out_int32=True)
 
     def product(name: str, rows: torch.Tensor) -> torch.Tensor:
-        weight, weight_format = getattr(experts, name), formats_of(experts).get(name)
+        weight, weight_format = getattr(experts, name), look_up_formats(experts).get(name)
         if weight_format is None:
             result = grouped_mm(rows, weight if experts.is_transposed else weight.mT, offs=ends)
         else:
             result = _GroupedProduct.apply(rows, weight, ends, weight_format.expand, experts.is_transposed)
         if name in adapters:
-            result = _adapted(adapters[name], rows, ends, result)
+            result = _add_lora_products(adapters[name], rows, ends, result)
         return result + getattr(experts, f"{name}_bias")[chosen] if experts.has_bias else result
 
     rows = hidden_states[order // top_k_index.shape[-1]]
@@ -120,7 +120,7 @@ def _forward(
     return outputs.view(*top_k_index.shape, -1).sum(dim=1).to(hidden_states.dtype)
 
 
-def _adapted(layer: Any, rows: torch.Tensor, ends: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+def _add_lora_products(layer: Any, rows: torch.Tensor, ends: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """Add the products of the LoRA matrices of each expert, in PEFT's layouts [E * r, in] and [out, r * E]."""
     for name in () if layer.disable_adapters else layer.active_adapters:
         if name in layer.lora_A:

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 
 from trainwright.errors import TrainingError
 from trainwright.machine.detect import detect
-from trainwright.models.configuration import making, restore_source
+from trainwright.models.configuration import convert_creation_errors, restore_source
 from trainwright.models.resolve_model import INDEX, weight_files
 from trainwright.models.safetensors_files import write_weights
-from trainwright.models.text_part import read_causal, whole_of, whole_tensors, write_whole_settings
+from trainwright.models.text_part import find_whole, iterate_whole_tensors, read_causal, write_whole_settings
 from trainwright.parallel.constants import SHARD_BYTES, SUMMED_ELEMENTS
 from trainwright.recipe.sections.model import OWN
 from trainwright.utils.paths import sync, sync_tree
-from trainwright.utils.text import size
+from trainwright.utils.text import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -65,18 +65,18 @@ def save_model(
     """
     import torch
 
-    from trainwright.models.gpt.conversion import published
+    from trainwright.models.gpt.conversion import convert_to_published
 
-    with replacing(Path(directory)) as temporary:
+    with replace_directory(Path(directory)) as temporary:
         dtype = dtype or torch.float32
-        whole = whole_of(config)
-        config, tensors = published(restore_source(copy.deepcopy(config)), tensors)
-        model = skeleton(config)
+        whole = find_whole(config)
+        config, tensors = convert_to_published(restore_source(copy.deepcopy(config)), tensors)
+        model = build_skeleton(config)
         checksums: dict[str, int] = {}
-        stored = _stored(tensors.items() if isinstance(tensors, Mapping) else tensors, dtype, checksums)
-        written = _checked(stored, model)
+        stored = _convert_for_storage(tensors.items() if isinstance(tensors, Mapping) else tensors, dtype, checksums)
+        written = _convert_names(stored, model)
         if whole is not None:
-            written = whole_tensors(written, weight_files(whole), model)
+            written = iterate_whole_tensors(written, weight_files(whole), model)
         _write_weights(temporary, written)
         _check_ties(model.all_tied_weights_keys or {}, checksums)
         _write_settings(temporary, config, model, tokenizer, generation_config, dtype)
@@ -88,7 +88,7 @@ def save_model(
 
 
 @contextmanager
-def replacing(directory: Path) -> Iterator[Path]:
+def replace_directory(directory: Path) -> Iterator[Path]:
     """Provide an empty directory that replaces ``directory`` after a flush, or is removed on failure."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     for stale in directory.parent.glob(f".{directory.name}.tmp-*"):
@@ -103,18 +103,18 @@ def replacing(directory: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def skeleton(config: PretrainedConfig) -> PreTrainedModel:
+def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
     """Return the model on the meta device, with the names, the shapes and the ties of its weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(config)
     config._attn_implementation = "eager"  # the attention implementation of the training may not be registered
-    with making(config), torch.device("meta"):
+    with convert_creation_errors(config), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config)
 
 
-def checksum(tensor: torch.Tensor) -> torch.Tensor:
+def compute_checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor's elements as integers, modulo 2^64: any flipped bit changes it."""
     import torch
 
@@ -123,7 +123,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return torch.stack([part.sum(dtype=torch.int64) for part in elements.split(SUMMED_ELEMENTS)]).sum()
 
 
-def _stored(
+def _convert_for_storage(
     items: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, checksums: dict[str, int]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors on the CPU in ``dtype``; add the checksum of each to ``checksums``."""
@@ -136,7 +136,7 @@ def _stored(
                 f"the model cannot be saved in fp16: {name} has values of up to {float(value.abs().max()):.3g}, and "
                 "fp16 ends at 65,504; save it in bf16 or fp32 (model.save_dtype, --dtype)"
             )
-        checksums[name] = int(checksum(stored))
+        checksums[name] = int(compute_checksum(stored))
         yield name, stored
 
 
@@ -149,18 +149,22 @@ def _check_ties(tied: Mapping[str, str], checksums: Mapping[str, int]) -> None:
             )
 
 
-def _checked(tensors: Iterable[tuple[str, torch.Tensor]], model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+def _convert_names(
+    tensors: Iterable[tuple[str, torch.Tensor]], model: PreTrainedModel
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors to store, under the names of the architecture's published checkpoints."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    items = _expected(tensors, model)
+    items = _check_expected(tensors, model)
     if not has_conversions(model):
         yield from items
     else:  # several tensors become one, so all of them are needed at once
         yield from revert_weight_conversion(model, dict(items)).items()
 
 
-def _expected(items: Iterable[tuple[str, torch.Tensor]], model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+def _check_expected(
+    items: Iterable[tuple[str, torch.Tensor]], model: PreTrainedModel
+) -> Iterator[tuple[str, torch.Tensor]]:
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     left_out = {*(model.all_tied_weights_keys or {}), *(model._keys_to_ignore_on_save or ())}
     missing = shapes.keys() - left_out
@@ -263,7 +267,7 @@ def _replace(temporary: Path, directory: Path) -> None:
 _SAME, _SAME_ON_DEVICES, _SAME_ROUNDED = 1e-3, 2e-2, 0.2
 
 
-def logits_of(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
+def compute_logits(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
     """Return the logits [B, L, V] of a model in evaluation mode, in the dtype that it computes in."""
     import torch
 
@@ -277,7 +281,7 @@ def has_experts(model: nn.Module) -> bool:
     return any(name.endswith("experts") for name, _ in model.named_modules())
 
 
-def logit_difference(logits: torch.Tensor, expected: torch.Tensor, *, mixture: bool) -> float:
+def compute_logit_difference(logits: torch.Tensor, expected: torch.Tensor, *, mixture: bool) -> float:
     """Return the largest difference of logits [B, L, V], relative to the largest logit.
 
     In a ``mixture`` of experts, rounding sends some tokens to other experts, and their logits differ by any amount. So
@@ -311,19 +315,20 @@ def check_saved(
     written, free = sum(file.stat().st_size for file in directory.glob("*.safetensors")), detect().usable_bytes
     if written > free:
         return (
-            f"{directory} was not compared with the trained model: it has {size(written)}, and {size(free)} of memory "
+            f"{directory} was not compared with the trained model: it has {format_bytes(written)}, and "
+            f"{format_bytes(free)} of memory "
             "are free"
         )
     loaded = read_causal(directory, dtype="auto")
     stored = loaded.config.dtype
     for name, tensor in loaded.state_dict().items():
         exact = tensor.to(stored) if tensor.is_floating_point() else tensor
-        if name in checksums and int(checksum(exact)) != checksums[name]:
+        if name in checksums and int(compute_checksum(exact)) != checksums[name]:
             raise TrainingError(f"the model in {directory} is not the trained one: {name} loads with other values")
     if expected is None:
         return None
-    difference = logit_difference(
-        logits_of(loaded.eval(), input_ids.cpu()), expected.cpu(), mixture=has_experts(loaded)
+    difference = compute_logit_difference(
+        compute_logits(loaded.eval(), input_ids.cpu()), expected.cpu(), mixture=has_experts(loaded)
     )
     exactly = expected.dtype is stored is torch.float32
     tolerance = _SAME_ROUNDED if not exactly else _SAME if expected.device.type == "cpu" else _SAME_ON_DEVICES

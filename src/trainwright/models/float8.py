@@ -51,18 +51,18 @@ def use_float8(blocks: Iterable[nn.Module], scales: str) -> int:
     ]
     for layer in layers:
         layer.float8 = scales
-        layer.forward = MethodType(_linear, layer)
+        layer.forward = MethodType(_apply_linear, layer)
     return len(layers)
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, scales: str) -> torch.Tensor:
+def multiply_float8(x: torch.Tensor, weight: torch.Tensor, scales: str) -> torch.Tensor:
     """Return the product of rows [T, I] with a weight [O, I], transposed. ``scales``: as above, but not "no"."""
     result: torch.Tensor = _KINDS[scales][0].apply(x, weight)
     return result
 
 
-def _linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
-    result = product(x.flatten(0, -2), layer.weight, layer.float8).unflatten(0, x.shape[:-1])
+def _apply_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    result = multiply_float8(x.flatten(0, -2), layer.weight, layer.float8).unflatten(0, x.shape[:-1])
     return result if layer.bias is None else result + layer.bias
 
 
@@ -72,8 +72,8 @@ class _ByRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        rows, of_rows = _powers(x, _amax(x, 1))
-        outputs, of_outputs = _powers(weight, _amax(weight, 1))
+        rows, of_rows = _scale_by_powers(x, _compute_amax(x, 1))
+        outputs, of_outputs = _scale_by_powers(weight, _compute_amax(weight, 1))
         return scaled_mm(
             rows, outputs.t(), of_rows, _ROWS, of_outputs.t(), _ROWS, output_dtype=x.dtype, use_fast_accum=x.is_cuda
         )
@@ -83,10 +83,10 @@ class _ByRows(torch.autograd.Function):
         (x, weight), (gradient,) = ctx.saved_tensors, gradients
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            rows, of_rows = _powers(gradient, _amax(gradient, 1))
-            whole, of_whole = _powers(weight, _amax(weight))
+            rows, of_rows = _scale_by_powers(gradient, _compute_amax(gradient, 1))
+            whole, of_whole = _scale_by_powers(weight, _compute_amax(weight))
             of_inputs = of_whole.expand(1, weight.shape[1]).contiguous()
-            of_x = scaled_mm(rows, _by_columns(whole), of_rows, _ROWS, of_inputs, _ROWS, output_dtype=x.dtype)
+            of_x = scaled_mm(rows, _lay_out_by_columns(whole), of_rows, _ROWS, of_inputs, _ROWS, output_dtype=x.dtype)
         if ctx.needs_input_grad[1]:
             of_weight = gradient.t() @ x
         return of_x, of_weight
@@ -98,7 +98,7 @@ class _ByTensors(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        (rows, of_rows), (outputs, of_outputs) = _scaled(x, _VALUES), _scaled(weight, _VALUES)
+        (rows, of_rows), (outputs, of_outputs) = _scale_to_float8(x, _VALUES), _scale_to_float8(weight, _VALUES)
         return scaled_mm(
             rows, outputs.t(), of_rows, _TENSOR, of_outputs, _TENSOR, output_dtype=x.dtype, use_fast_accum=x.is_cuda
         )
@@ -106,19 +106,19 @@ class _ByTensors(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         x, weight = ctx.saved_tensors
-        slopes, of_slopes = _scaled(gradients[0], _GRADIENTS)
+        slopes, of_slopes = _scale_to_float8(gradients[0], _GRADIENTS)
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            values, of_values = _scaled(weight, _VALUES)
-            columns = _by_columns(values)
+            values, of_values = _scale_to_float8(weight, _VALUES)
+            columns = _lay_out_by_columns(values)
             of_x = scaled_mm(slopes, columns, of_slopes, _TENSOR, of_values, _TENSOR, output_dtype=x.dtype)
         if ctx.needs_input_grad[1]:
-            values, of_values = _scaled(x, _VALUES)
+            values, of_values = _scale_to_float8(x, _VALUES)
             missing = -len(x) % _MULTIPLE  # rows of zeros: a sum over any number of tokens
             slopes, values = (nn.functional.pad(part, (0, 0, 0, missing)) for part in (slopes, values))
             left = slopes.t().contiguous()
             of_weight = scaled_mm(
-                left, _by_columns(values), of_slopes, _TENSOR, of_values, _TENSOR, output_dtype=x.dtype
+                left, _lay_out_by_columns(values), of_slopes, _TENSOR, of_values, _TENSOR, output_dtype=x.dtype
             )
         return of_x, of_weight
 
@@ -129,7 +129,7 @@ class _ByBlocks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        (rows, of_rows), (outputs, of_outputs) = _blocks(x), _blocks(weight)
+        (rows, of_rows), (outputs, of_outputs) = _quantize_blocks(x), _quantize_blocks(weight)
         return block_product(rows, outputs.t(), of_rows, of_outputs)
 
     @staticmethod
@@ -137,7 +137,7 @@ class _ByBlocks(torch.autograd.Function):
         (x, weight), (gradient,) = ctx.saved_tensors, gradients
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            (rows, of_rows), (inputs, of_inputs) = _blocks(gradient), _blocks(weight.t())
+            (rows, of_rows), (inputs, of_inputs) = _quantize_blocks(gradient), _quantize_blocks(weight.t())
             of_x = block_product(rows, inputs.t(), of_rows, of_inputs)
         if ctx.needs_input_grad[1]:
             of_weight = gradient.t() @ x
@@ -151,8 +151,13 @@ class _InFourBits(_ByBlocks):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         limit = 6.0 * torch.finfo(_VALUES).max  # not of the module: torch.compile makes its numbers inputs of the graph
-        row_factors, weight_factor = (_power(limit / largest) for largest in (_amax(x, 1), _amax(weight)))
-        (rows, of_rows), (outputs, of_outputs) = four_bits(x, row_factors), four_bits(weight, weight_factor)
+        row_factors, weight_factor = (
+            _round_down_to_power(limit / largest) for largest in (_compute_amax(x, 1), _compute_amax(weight))
+        )
+        (rows, of_rows), (outputs, of_outputs) = (
+            quantize_to_four_bits(x, row_factors),
+            quantize_to_four_bits(weight, weight_factor),
+        )
         # Powers of two: the product in bf16 was rounded once, and is not again.
         factors = (row_factors * weight_factor).reciprocal().bfloat16()
         return block_product(rows, outputs.t(), of_rows, of_outputs) * factors
@@ -181,8 +186,8 @@ def block_product(
         of_columns: the same for blocks of columns [O, ...].
     """
     if rows.is_cuda:
-        return block_product_on_gpu(rows, columns, of_rows, of_columns)
-    return _numbers(rows, of_rows) @ _numbers(columns.t(), of_columns).t()
+        return multiply_blocks_on_gpu(rows, columns, of_rows, of_columns)
+    return _dequantize_blocks(rows, of_rows) @ _dequantize_blocks(columns.t(), of_columns).t()
 
 
 @block_product.register_fake
@@ -190,7 +195,7 @@ def _(rows: torch.Tensor, columns: torch.Tensor, *_: torch.Tensor) -> torch.Tens
     return rows.new_empty(rows.shape[0], columns.shape[1], dtype=torch.bfloat16)
 
 
-def block_product_on_gpu(
+def multiply_blocks_on_gpu(
     rows: torch.Tensor, columns: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor
 ) -> torch.Tensor:
     """Return the product of ``block_product`` as GPUs of compute capability 10.0 compute it."""
@@ -198,12 +203,12 @@ def block_product_on_gpu(
     if rows.dtype == torch.uint8:
         kind, of_values, of_scales = ScalingType.BlockWise1x16, torch.float4_e2m1fn_x2, _VALUES
     values, outputs = (matrix.contiguous().view(of_values) for matrix in (rows, columns.t()))
-    first, second = (swizzled(scales).view(of_scales) for scales in (of_rows, of_columns))
+    first, second = (swizzle_scales(scales).view(of_scales) for scales in (of_rows, of_columns))
     order = SwizzleType.SWIZZLE_32_4_4
     return scaled_mm(values, outputs.t(), first, kind, second, kind, order, order)
 
 
-def swizzled(scales: torch.Tensor) -> torch.Tensor:
+def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:
     """Return scales [N, M] in the order of a GPU: tiles of 128 x 4, with 4 rows that are 32 apart beside each other.
 
     See https://docs.nvidia.com/cuda/cublas/#d-block-scaling-factors-layout.
@@ -213,14 +218,14 @@ def swizzled(scales: torch.Tensor) -> torch.Tensor:
     return padded.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4).flatten()
 
 
-def _blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _quantize_blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a matrix [N, K] in e4m3, and the bits in e8m0 of the powers [N, K / 32] to multiply it with again."""
     blocks = matrix.unflatten(1, (-1, _BLOCK))
-    values, scales = _powers(blocks, _amax(blocks, 2))
+    values, scales = _scale_by_powers(blocks, _compute_amax(blocks, 2))
     return values.flatten(1).contiguous(), (scales.squeeze(2).view(torch.int32) >> 23).to(torch.uint8)
 
 
-def four_bits(matrix: torch.Tensor, power: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_to_four_bits(matrix: torch.Tensor, power: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a matrix [N, K] times powers of two in e2m1, two numbers in a byte, and the bits in e4m3 of its scales.
 
     ``power``: [N, 1], or one for all; the scale of the largest block is not above 448.
@@ -236,9 +241,9 @@ def four_bits(matrix: torch.Tensor, power: torch.Tensor) -> tuple[torch.Tensor, 
     return codes[:, ::2] | codes[:, 1::2] << 4, scales.view(torch.uint8)
 
 
-def _numbers(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _dequantize_blocks(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     if values.dtype == torch.uint8:
-        numbers, of_scales = nn.functional.embedding(values.int(), _pairs()).flatten(1), _VALUES
+        numbers, of_scales = nn.functional.embedding(values.int(), _build_pair_table()).flatten(1), _VALUES
     else:
         numbers, of_scales = values.bfloat16(), torch.float8_e8m0fnu
     blocks = numbers.unflatten(1, (scales.shape[1], -1))
@@ -246,39 +251,41 @@ def _numbers(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _pairs() -> torch.Tensor:
+def _build_pair_table() -> torch.Tensor:
     """Return the two numbers of e2m1 in each byte [256, 2], of which the first has the lower bits."""
     numbers = torch.tensor([sign * size for sign in (1, -1) for size in _E2M1], dtype=torch.bfloat16)
     return torch.stack((numbers.repeat(16), numbers.repeat_interleave(16)), 1)
 
 
-def _amax(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+def _compute_amax(x: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """Return the largest magnitude of a tensor, or along ``dim``, which stays with a size of 1; fp32."""
     largest = x.abs().amax() if dim is None else x.abs().amax(dim, keepdim=True)
     return largest.float().clamp_min(1e-12)
 
 
-def _powers(x: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _scale_by_powers(x: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a tensor in e4m3, and the powers of two to multiply it with again."""
-    return _times(x, _power(torch.finfo(_VALUES).max / largest), _VALUES)
+    return _multiply_and_clamp(x, _round_down_to_power(torch.finfo(_VALUES).max / largest), _VALUES)
 
 
-def _power(ratio: torch.Tensor) -> torch.Tensor:
+def _round_down_to_power(ratio: torch.Tensor) -> torch.Tensor:
     """Return the largest powers of two that are not above numbers; 0 for 0, the ratio to infinity, which gives NaN."""
     mantissa, exponent = torch.frexp(ratio)
     return torch.ldexp(mantissa.sign(), exponent - 1)
 
 
-def _scaled(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _scale_to_float8(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a tensor in float8, and the factor to multiply it with again."""
-    return _times(x, torch.finfo(dtype).max / _amax(x), dtype)
+    return _multiply_and_clamp(x, torch.finfo(dtype).max / _compute_amax(x), dtype)
 
 
-def _times(x: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _multiply_and_clamp(
+    x: torch.Tensor, factors: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     limit = torch.finfo(dtype).max
     return (x.float() * factors).clamp(-limit, limit).to(dtype), factors.reciprocal()
 
 
-def _by_columns(matrix: torch.Tensor) -> torch.Tensor:
+def _lay_out_by_columns(matrix: torch.Tensor) -> torch.Tensor:
     """Return a matrix whose columns lie next to each other in memory, as the second of a product of float8 has to."""
     return matrix.t().contiguous().t()

@@ -7,7 +7,7 @@ per token for SmolLM2. Here the targets are processed in chunks.
   pass, with three matrix products per target and no recomputation. (The idea is from Liger Kernel, arXiv 2410.10989,
   section 3.2; the softmax is in fp32, or in float64 for float64 models.)
 - ``linear_logit_loss``: for any loss, autograd computes its gradient with respect to the logits, a few rows at a time.
-- ``shared_gradient``: for an embedding tied to the head, autograd creates a gradient for each use, both as large
+- ``share_gradient``: for an embedding tied to the head, autograd creates a gradient for each use, both as large
   as the vocabulary, and adds them: for SmolLM2, 113 MB of zeros except for the rows of tokens in the batch. Here those
   rows are added to the gradient of the head in place.
 
@@ -32,17 +32,17 @@ from torch.nn.functional import pad
 
 from trainwright.data.stream.batch import Batch
 from trainwright.models.fused import operators
-from trainwright.parallel.constants import BLOCK_BYTES, CHUNK_BYTES, FUSED_CHUNK_BYTES, padded_size
+from trainwright.parallel.constants import BLOCK_BYTES, CHUNK_BYTES, FUSED_CHUNK_BYTES, compute_padded_size
 
 
 @contextmanager
-def shared_gradient(embedding: nn.Module, head: nn.Module) -> Iterator[Callable[[], torch.Tensor]]:
+def share_gradient(embedding: nn.Module, head: nn.Module) -> Iterator[Callable[[], torch.Tensor]]:
     """Patch ``embedding`` while a model runs it; provide a function that returns the weight for its head afterwards.
 
     Only applies on a CPU, where rows are added in the order of the tokens, in fp32 or higher, where this is as exact as
     a separate sum, and if no quantization or sharding has changed the modules.
     """
-    if not _applies(embedding, head):
+    if not _can_share_gradient(embedding, head):
         # Read when it is used: a sharding strategy may gather it until then.
         yield lambda: cast(torch.Tensor, head.weight)
         return
@@ -61,7 +61,7 @@ def shared_gradient(embedding: nn.Module, head: nn.Module) -> Iterator[Callable[
         del embedding.forward
 
 
-def _applies(embedding: nn.Module, head: nn.Module) -> bool:
+def _can_share_gradient(embedding: nn.Module, head: nn.Module) -> bool:
     if type(embedding) is not nn.Embedding or "forward" in vars(embedding) or not torch.is_grad_enabled():
         return False
     if embedding._forward_pre_hooks or embedding._forward_hooks:
@@ -150,44 +150,44 @@ def linear_cross_entropy(
 
 
 @torch.no_grad()
-def token_statistics(head: Head, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def compute_token_statistics(head: Head, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the negative log-likelihood in nats [N] and whether the prediction is correct [N], without gradients."""
     hidden, weight, bias, softcap, logit_scale, _ = head
     losses, correct = [], []
-    compute = operators.loss_and_correct if head.is_fused else _loss_and_correct
-    for part in chunks(len(targets), hidden, weight, fused=head.is_fused):
-        chunk = padded_logits(hidden[part], weight, bias)[: part.stop - part.start]
-        for rows in row_blocks(chunk):
+    compute = operators.loss_and_correct if head.is_fused else _compute_loss_and_correct
+    for part in split_into_chunks(len(targets), hidden, weight, fused=head.is_fused):
+        chunk = compute_padded_logits(hidden[part], weight, bias)[: part.stop - part.start]
+        for rows in split_into_row_blocks(chunk):
             loss, right = compute(chunk[rows], targets[part][rows], softcap, logit_scale)
             losses.append(loss)
             correct.append(right)
     if not losses:
-        return hidden.new_zeros(0, dtype=at_least_fp32(hidden)), targets.new_zeros(0, dtype=torch.bool)
+        return hidden.new_zeros(0, dtype=choose_sum_dtype(hidden)), targets.new_zeros(0, dtype=torch.bool)
     return torch.cat(losses), torch.cat(correct)
 
 
-def _loss_and_correct(
+def _compute_loss_and_correct(
     logits: torch.Tensor, targets: torch.Tensor, softcap: float | None, logit_scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return loss and correctness of some rows of logits. Their fp32 copy is freed before that of the next rows."""
-    work = _finished_in_place(logits, softcap, logit_scale)
+    work = _finish_in_place(logits, softcap, logit_scale)
     chosen = work.gather(1, targets[:, None])[:, 0]
     correct = work.argmax(1) == targets
-    return _to_probabilities(work)[:, 0] - chosen, correct
+    return _convert_to_probabilities(work)[:, 0] - chosen, correct
 
 
 @torch.no_grad()
-def standardized_log_likelihood(head: Head, targets: torch.Tensor) -> torch.Tensor:
+def compute_standardized_log_likelihood(head: Head, targets: torch.Tensor) -> torch.Tensor:
     """Return how many standard deviations each target's log-likelihood is above the mean [N], without gradients.
 
     Mean and deviation are over the vocabulary, weighted by the model's probabilities (arXiv 2404.02936, equation 2).
     """
     hidden, weight, bias, softcap, logit_scale, _ = head
     blocks = [hidden.new_zeros(0, dtype=torch.float32)]
-    for part in chunks(len(targets), hidden, weight):
-        chunk = padded_logits(hidden[part], weight, bias)[: part.stop - part.start]
-        for rows in row_blocks(chunk):
-            logs = finished(chunk[rows], softcap, logit_scale).log_softmax(1)
+    for part in split_into_chunks(len(targets), hidden, weight):
+        chunk = compute_padded_logits(hidden[part], weight, bias)[: part.stop - part.start]
+        for rows in split_into_row_blocks(chunk):
+            logs = finish_logits(chunk[rows], softcap, logit_scale).log_softmax(1)
             chances = logs.exp()
             mean = (chances * logs).sum(1)
             variance = (chances * (logs - mean[:, None]).square()).sum(1)
@@ -197,17 +197,17 @@ def standardized_log_likelihood(head: Head, targets: torch.Tensor) -> torch.Tens
 
 
 @torch.no_grad()
-def top_entropy(head: Head, k: int) -> torch.Tensor:
+def compute_top_entropy(head: Head, k: int) -> torch.Tensor:
     """Return the entropy in nats of the ``k`` most probable tokens at every position [N], fp32, without gradients.
 
     Their probabilities are those among themselves (as in arXiv 2601.02151).
     """
     hidden, weight, bias, softcap, logit_scale, _ = head
     blocks = [hidden.new_zeros(0, dtype=torch.float32)]
-    for part in chunks(len(hidden), hidden, weight):
-        chunk = padded_logits(hidden[part], weight, bias)[: part.stop - part.start]
-        for rows in row_blocks(chunk):
-            logits = finished(chunk[rows], softcap, logit_scale)
+    for part in split_into_chunks(len(hidden), hidden, weight):
+        chunk = compute_padded_logits(hidden[part], weight, bias)[: part.stop - part.start]
+        for rows in split_into_row_blocks(chunk):
+            logits = finish_logits(chunk[rows], softcap, logit_scale)
             logs = logits.topk(min(k, logits.shape[1]), dim=1).values.log_softmax(1)
             blocks.append(-(logs.exp() * logs).sum(1))
     return torch.cat(blocks)
@@ -226,16 +226,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         terms: Terms,
     ) -> torch.Tensor:
         wants = ctx.needs_input_grad
-        total = hidden.new_zeros((), dtype=at_least_fp32(hidden))
+        total = hidden.new_zeros((), dtype=choose_sum_dtype(hidden))
         grad_hidden = torch.empty_like(hidden) if wants[0] else None
         grads = HeadGradients(weight if wants[1] else None, bias if wants[2] else None, fused=head.is_fused)
-        for part in chunks(len(targets), hidden, weight, fused=head.is_fused):
-            logits, count = padded_logits(hidden[part], weight, bias), part.stop - part.start
+        for part in split_into_chunks(len(targets), hidden, weight, fused=head.is_fused):
+            logits, count = compute_padded_logits(hidden[part], weight, bias), part.stop - part.start
             weights = None if target_weights is None else target_weights[part]
             chunk = logits[:count]  # without the rows of zeros after them
-            for rows in row_blocks(chunk):
+            for rows in split_into_row_blocks(chunk):
                 each = None if weights is None else weights[rows]
-                total += _loss_to_gradient(chunk[rows], targets[part][rows], head, each, terms)
+                total += _convert_to_gradient(chunk[rows], targets[part][rows], head, each, terms)
             if grad_hidden is not None:
                 set_hidden_gradient(grad_hidden[part], logits, weight)
             grads.add(logits, hidden[part])
@@ -266,9 +266,9 @@ class HeadGradients:
     def add(self, delta: torch.Tensor, hidden: torch.Tensor) -> None:
         """Add the gradients of a chunk: of its logits [n, V], which may be padded with zeros, and hidden states."""
         weight, bias = self._like
-        hidden = padded_rows(hidden)
+        hidden = pad_rows(hidden)
         if weight is not None:
-            before, wide = self._sums[0], at_least_fp32(delta)
+            before, wide = self._sums[0], choose_sum_dtype(delta)
             if self._fused and delta.dtype != wide and has_wide_products(delta):
                 if before is None:
                     self._sums[0] = torch.mm(delta.t(), hidden, out_dtype=wide)
@@ -282,7 +282,7 @@ class HeadGradients:
                 self._sums[0] = before.float().add_(delta.t() @ hidden)
         if bias is not None:
             before = self._sums[1]
-            part = delta.sum(0, dtype=at_least_fp32(delta))
+            part = delta.sum(0, dtype=choose_sum_dtype(delta))
             self._sums[1] = part if before is None else before.add_(part)
 
     def result(self) -> list[torch.Tensor | None]:
@@ -298,14 +298,14 @@ def has_wide_products(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda and torch.version.hip is None
 
 
-def padded_logits(hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+def compute_padded_logits(hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
     """Return the raw logits of ``hidden`` [n, H], with rows of zeros after them where products need that.
 
     They are overwritten by callers, so without a weight they are a copy of ``hidden``.
     """
     if weight is None:
         return hidden.clone()
-    logits = torch.nn.functional.linear(padded_rows(hidden), weight, bias)
+    logits = torch.nn.functional.linear(pad_rows(hidden), weight, bias)
     if bias is not None:
         logits[len(hidden) :] = 0
     return logits
@@ -321,7 +321,7 @@ def set_hidden_gradient(gradient: torch.Tensor, delta: torch.Tensor, weight: tor
         gradient.copy_(torch.mm(delta, weight)[: len(gradient)])
 
 
-def _loss_to_gradient(
+def _convert_to_gradient(
     logits: torch.Tensor, targets: torch.Tensor, head: Head, weights: torch.Tensor | None, terms: Terms
 ) -> torch.Tensor:
     """Return the summed loss of some rows of a head's logits, and overwrite the logits with its gradient."""
@@ -330,13 +330,13 @@ def _loss_to_gradient(
     if head.is_fused:
         return operators.cross_entropy(logits, targets, weights, softcap, logit_scale, z_loss, smoothing).sum()
     columns = targets[:, None]
-    work = _finished_in_place(logits, softcap, logit_scale)
+    work = _finish_in_place(logits, softcap, logit_scale)
     slope = None if softcap is None else 1 - (work / softcap).square()
     chosen = work.gather(1, columns)[:, 0]
     if smoothing:
         chosen = (1 - smoothing) * chosen + smoothing * work.mean(1)
     # In place from here: probabilities, then the gradient.
-    scale = _to_probabilities(work)
+    scale = _convert_to_probabilities(work)
     losses = scale[:, 0] - chosen
     if z_loss:
         losses += z_loss * scale[:, 0].square()
@@ -356,7 +356,7 @@ def _loss_to_gradient(
     return losses.sum()
 
 
-def _to_probabilities(logits: torch.Tensor) -> torch.Tensor:
+def _convert_to_probabilities(logits: torch.Tensor) -> torch.Tensor:
     """Replace ``logits`` [n, V], fp32 or higher, by the softmax of each row; return the log-sum-exp [n, 1]."""
     # One exponential and no copy: on a CPU this takes an eighth of the time of logsumexp followed by softmax. The
     # softmax kernel is as fast, but it sums each row sequentially, which gives errors of 1e-5 for 49,152 numbers.
@@ -366,18 +366,18 @@ def _to_probabilities(logits: torch.Tensor) -> torch.Tensor:
     return largest + total.log()
 
 
-def _finished_in_place(logits: torch.Tensor, softcap: float | None, logit_scale: float) -> torch.Tensor:
-    """Compute ``finished`` in the memory of ``logits`` if its precision suffices."""
-    if logits.dtype != at_least_fp32(logits):
-        return finished(logits, softcap, logit_scale)
+def _finish_in_place(logits: torch.Tensor, softcap: float | None, logit_scale: float) -> torch.Tensor:
+    """Compute ``finish_logits`` in the memory of ``logits`` if its precision suffices."""
+    if logits.dtype != choose_sum_dtype(logits):
+        return finish_logits(logits, softcap, logit_scale)
     if logit_scale != 1.0:
         logits *= logit_scale
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
-def finished(logits: torch.Tensor, softcap: float | None, logit_scale: float) -> torch.Tensor:
+def finish_logits(logits: torch.Tensor, softcap: float | None, logit_scale: float) -> torch.Tensor:
     """Return scaled and softcapped logits in fp32 or higher, as a differentiable copy."""
-    logits = logits.to(at_least_fp32(logits), copy=True)
+    logits = logits.to(choose_sum_dtype(logits), copy=True)
     if logit_scale != 1.0:
         logits *= logit_scale
     if softcap is None:
@@ -386,26 +386,28 @@ def finished(logits: torch.Tensor, softcap: float | None, logit_scale: float) ->
     return bounded * softcap if bounded.requires_grad else bounded.mul_(softcap)
 
 
-def at_least_fp32(tensor: torch.Tensor) -> torch.dtype:
+def choose_sum_dtype(tensor: torch.Tensor) -> torch.dtype:
     """Return the dtype for sums and softmaxes of ``tensor``: its own, but at least fp32."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def chunks(count: int, hidden: torch.Tensor, weight: torch.Tensor | None, *, fused: bool = False) -> list[slice]:
+def split_into_chunks(
+    count: int, hidden: torch.Tensor, weight: torch.Tensor | None, *, fused: bool = False
+) -> list[slice]:
     """Divide ``count`` targets into the fewest equal slices whose logits fit a chunk."""
     vocabulary, width = (hidden.shape[1], 0) if weight is None else weight.shape
     rows = (FUSED_CHUNK_BYTES if fused else CHUNK_BYTES) // (hidden.element_size() * vocabulary)
-    return _slices(count, max(rows, count * width // vocabulary) if hidden.is_cuda or hidden.is_xpu else rows)
+    return _split_evenly(count, max(rows, count * width // vocabulary) if hidden.is_cuda or hidden.is_xpu else rows)
 
 
-def row_blocks(logits: torch.Tensor) -> list[slice]:
+def split_into_row_blocks(logits: torch.Tensor) -> list[slice]:
     """Divide rows into slices whose fp32 logits fit a CPU's cache; a single slice on a GPU."""
     if logits.is_cuda or logits.is_xpu:
         return [slice(None)]
-    return _slices(len(logits), BLOCK_BYTES // (4 * logits.shape[1]))
+    return _split_evenly(len(logits), BLOCK_BYTES // (4 * logits.shape[1]))
 
 
-def _slices(count: int, size: int) -> list[slice]:
+def _split_evenly(count: int, size: int) -> list[slice]:
     if not count:
         return []
     pieces = -(-count // max(1, size))
@@ -452,13 +454,13 @@ class _LinearLogitLoss(torch.autograd.Function):
         grads = HeadGradients(weight if wants[1] else None, bias if wants[2] else None)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         each, losses = hidden.new_empty(len(targets), dtype=dtype), hidden.new_empty(len(targets), dtype=dtype)
-        for part in chunks(len(targets), hidden, weight):
-            logits, count = padded_logits(hidden[part], weight, bias), part.stop - part.start
+        for part in split_into_chunks(len(targets), hidden, weight):
+            logits, count = compute_padded_logits(hidden[part], weight, bias), part.stop - part.start
             chunk = logits[:count]
-            for rows in row_blocks(chunk):
+            for rows in split_into_row_blocks(chunk):
                 span = slice(part.start + (rows.start or 0), part.start + (rows.stop or count))
-                taught = None if teacher is None else _teacher_logits(teacher, span)
-                _block(chunk[rows], targets[span], loss, head, taught, each[span], losses[span])
+                taught = None if teacher is None else _compute_teacher_logits(teacher, span)
+                _compute_row_losses(chunk[rows], targets[span], loss, head, taught, each[span], losses[span])
             if grad_hidden is not None:
                 set_hidden_gradient(grad_hidden[part], logits, weight)
             grads.add(logits, hidden[part])
@@ -472,7 +474,7 @@ class _LinearLogitLoss(torch.autograd.Function):
         return (*scaled, None, None, None, None)
 
 
-def _block(
+def _compute_row_losses(
     raw: torch.Tensor,
     targets: torch.Tensor,
     loss: LogitLoss,
@@ -484,7 +486,7 @@ def _block(
     """Compute the losses and negative log-likelihoods of some rows; overwrite ``raw`` with the gradient."""
     with torch.enable_grad():
         work = raw.detach().requires_grad_()
-        logits = finished(work, head.softcap, head.logit_scale)
+        logits = finish_logits(work, head.softcap, head.logit_scale)
         value = loss(logits, targets, taught)
         (slope,) = torch.autograd.grad(value.sum(), work)
     each.copy_(value.detach())
@@ -493,10 +495,10 @@ def _block(
     raw.copy_(slope)
 
 
-def _teacher_logits(teacher: Head, rows: slice) -> torch.Tensor:
+def _compute_teacher_logits(teacher: Head, rows: slice) -> torch.Tensor:
     hidden = teacher.hidden[rows]
-    raw = padded_logits(hidden, teacher.weight, teacher.bias)[: len(hidden)]
-    return finished(raw, teacher.softcap, teacher.logit_scale)
+    raw = compute_padded_logits(hidden, teacher.weight, teacher.bias)[: len(hidden)]
+    return finish_logits(raw, teacher.softcap, teacher.logit_scale)
 
 
 def needs_padding(like: torch.Tensor) -> bool:
@@ -504,16 +506,16 @@ def needs_padding(like: torch.Tensor) -> bool:
     return like.device.type == "cpu" and like.dtype in (torch.bfloat16, torch.float16)
 
 
-def padded_rows(values: torch.Tensor) -> torch.Tensor:
+def pad_rows(values: torch.Tensor) -> torch.Tensor:
     """Return ``values`` [N, ...] with rows of zeros after them if products with them need that."""
-    extra = padded_size(len(values)) - len(values) if needs_padding(values) else 0
+    extra = compute_padded_size(len(values)) - len(values) if needs_padding(values) else 0
     return pad(values, (0, 0, 0, extra)) if extra else values
 
 
-def padded_batch(batch: Batch) -> Batch:
+def pad_batch(batch: Batch) -> Batch:
     """Return the inputs of a batch with more columns; in a flat batch they are a sequence of their own."""
     width = batch.input_ids.shape[1]
-    extra = padded_size(width) - width
+    extra = compute_padded_size(width) - width
     if not extra:
         return batch
     edges, mask = batch.boundaries, batch.attention_mask

@@ -7,18 +7,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.rows.chat_templates import arguments_in, set_template, with_defaults
+from trainwright.data.rows.chat_templates import list_arguments, set_defaults, set_template
 from trainwright.errors import RequestError
 from trainwright.machine.allocator import leave_to_system
 from trainwright.models import configuration
-from trainwright.models.added_tokens import needed_rows
-from trainwright.models.resolve_model import check_directory, complete_tokenizer, is_here, resolve, saved_precision
-from trainwright.models.text_part import read_causal, whole_of
-from trainwright.models.tokenization import token_ids
+from trainwright.models.added_tokens import count_needed_rows
+from trainwright.models.resolve_model import (
+    check_directory,
+    choose_saved_precision,
+    complete_tokenizer,
+    is_here,
+    resolve,
+)
+from trainwright.models.text_part import find_whole, read_causal
+from trainwright.models.tokenization import list_token_ids
 from trainwright.recipe.sections.model import OWN, AdapterSection, ModelSection
-from trainwright.utils.activity import doing
-from trainwright.utils.paths import user_path
-from trainwright.utils.text import plural
+from trainwright.utils.activity import begin_activity
+from trainwright.utils.paths import expand_user_path
+from trainwright.utils.text import format_plural
 
 if TYPE_CHECKING:
     import torch
@@ -60,14 +66,16 @@ def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None =
         tokenizer = load_tokenizer(model)
     if source.directory is None:
         assert source.config is not None and tokenizer is not None
-        config = configuration.fresh_config(source.config, tokenizer)
+        config = configuration.build_fresh_config(source.config, tokenizer)
     else:
-        config = configuration.config_from(source.directory, model)
+        config = configuration.read_config(source.directory, model)
         if model.added_tokens.names:
             text = config.get_text_config()
-            text.vocab_size = needed_rows(text.vocab_size, tokenizer or complete_tokenizer(model), model.added_tokens)
+            text.vocab_size = count_needed_rows(
+                text.vocab_size, tokenizer or complete_tokenizer(model), model.added_tokens
+            )
         if model.implementation == "gpt":
-            config = _as_gpt(config)
+            config = _convert_to_gpt(config)
         if model.is_own or config.model_type == OWN:
             _name_class(config, model, source.directory)
         if own_tokenizer:
@@ -78,7 +86,7 @@ def load_config(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None =
     return config
 
 
-def max_positions(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None = None) -> int | None:
+def read_max_positions(model: ModelSection, tokenizer: PreTrainedTokenizerBase | None = None) -> int | None:
     """Return the maximum number of positions of ``model``, or None if unlimited."""
     return getattr(load_config(model, tokenizer).get_text_config(), "max_position_embeddings", None)
 
@@ -91,15 +99,15 @@ def check_adapter(section: ModelSection, seed: int) -> str | None:
             nothing.
     """
     from trainwright.models.adapters.attaching import check_fits
-    from trainwright.models.adapters.config import check_added_tokens, experts_left_out, peft_config
-    from trainwright.models.adapters.files import base_model
-    from trainwright.models.files import skeleton
+    from trainwright.models.adapters.config import build_peft_config, check_added_tokens, describe_experts_left_out
+    from trainwright.models.adapters.files import identify_base_model
+    from trainwright.models.files import build_skeleton
 
     if section.adapter.type == "none":
         return None
-    model = skeleton(load_config(section))
-    peft_config(section.adapter, model, base_model(section, seed))
-    left_out = experts_left_out(section.adapter, model)
+    model = build_skeleton(load_config(section))
+    build_peft_config(section.adapter, model, identify_base_model(section, seed))
+    left_out = describe_experts_left_out(section.adapter, model)
     check_added_tokens(section, model)
     check_fits(model, section, seed)
     return left_out
@@ -152,13 +160,15 @@ def load_model(
     dtype = dtype or torch.float32
     config = load_config(model, tokenizer)
     source = resolve(model)
-    doing("initializing the model" if source.directory is None else f"loading the weights of {source.directory}")
+    begin_activity(
+        "initializing the model" if source.directory is None else f"loading the weights of {source.directory}"
+    )
     if source.directory is None:
-        loaded = fresh_model(config, seed, dtype)
+        loaded = build_fresh_model(config, seed, dtype)
         _quantize(loaded, model.adapter)
     else:
-        theirs = configuration.config_from(source.directory, model) if model.implementation == "gpt" else config
-        loaded = _weights(source.directory, theirs, dtype, model.adapter)
+        theirs = configuration.read_config(source.directory, model) if model.implementation == "gpt" else config
+        loaded = _load_weights(source.directory, theirs, dtype, model.adapter)
         if model.implementation == "gpt":
             from trainwright.models.gpt.config import GPTConfig
             from trainwright.models.gpt.conversion import from_transformers
@@ -176,36 +186,36 @@ def finish_loading(loaded: PreTrainedModel, model: ModelSection, config: Pretrai
     """
     from transformers import GenerationConfig
 
-    adapter = None if model.adapter.start_from is None else user_path(model.adapter.start_from)
+    adapter = None if model.adapter.start_from is None else expand_user_path(model.adapter.start_from)
     if adapter is not None and (adapter / "generation_config.json").is_file():
         loaded.generation_config = GenerationConfig.from_pretrained(adapter, local_files_only=True)
     generation = loaded.generation_config
     if model.tokenizer is not None and generation is not None:
-        earlier = token_ids(generation.eos_token_id)
+        earlier = list_token_ids(generation.eos_token_id)
         for name in configuration.SPECIAL_IDS:
             setattr(generation, name, getattr(config, name, None))
-        if adapter is not None and user_path(model.tokenizer) == adapter:  # the vocabulary is still the model's
-            stops = list(dict.fromkeys([*token_ids(generation.eos_token_id), *earlier]))
+        if adapter is not None and expand_user_path(model.tokenizer) == adapter:  # the vocabulary is still the model's
+            stops = list(dict.fromkeys([*list_token_ids(generation.eos_token_id), *earlier]))
             generation.eos_token_id = stops if len(stops) > 1 else next(iter(stops), None)
     return loaded.eval()
 
 
-def dtype_to_save(model: ModelSection) -> torch.dtype:
-    """Return the data type in which a full model is saved after training (``saved_precision``)."""
+def choose_dtype_to_save(model: ModelSection) -> torch.dtype:
+    """Return the data type in which a full model is saved after training (``choose_saved_precision``)."""
     import torch
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    return dtypes[saved_precision(model, model.fresh or {})]
+    return dtypes[choose_saved_precision(model, model.fresh or {})]
 
 
-def fresh_model(config: PretrainedConfig, seed: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def build_fresh_model(config: PretrainedConfig, seed: int, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Return a model with this configuration on the CPU, initialized from ``seed``, in ``dtype`` (fp32 if None)."""
     import torch
     from transformers import AutoModelForCausalLM
 
     dtype = dtype or torch.float32
     with (
-        configuration.making(config),
+        configuration.convert_creation_errors(config),
         torch.random.fork_rng(devices=[]),
     ):  # the model is created on the CPU, so no other generator is used
         torch.default_generator.manual_seed(seed)
@@ -218,7 +228,9 @@ def fresh_model(config: PretrainedConfig, seed: int, dtype: torch.dtype | None =
     return model
 
 
-def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, adapter: AdapterSection) -> PreTrainedModel:
+def _load_weights(
+    directory: Path, config: PretrainedConfig, dtype: torch.dtype, adapter: AdapterSection
+) -> PreTrainedModel:
     check_directory(directory, "model.name")
     # Read in the dtype of the file, weights stay memory-mapped until each is quantized.
     as_read = dtype if adapter.quantization == "none" else "auto"
@@ -230,11 +242,11 @@ def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, adap
     model, report = loaded
     if absent := sorted(report["missing_keys"]):
         raise RequestError(
-            f"model.name: {directory} lacks {plural(len(absent), 'tensor')} of {type(model).__name__} "
+            f"model.name: {directory} lacks {format_plural(len(absent), 'tensor')} of {type(model).__name__} "
             f"({', '.join(absent[:3])}); its weights do not match its config.json"
         )
     unused = sorted(k for k in report["unexpected_keys"] if not k.endswith(UNUSED_TENSORS))
-    if unused and whole_of(config) is None:  # else they are of other modalities
+    if unused and find_whole(config) is None:  # else they are of other modalities
         logger.warning("%s: %d tensors are not used: %s", directory, len(unused), ", ".join(unused[:3]))
     configuration.untie(model)
     _quantize(model, adapter)
@@ -242,13 +254,13 @@ def _weights(directory: Path, config: PretrainedConfig, dtype: torch.dtype, adap
     return model
 
 
-def _as_gpt(config: PretrainedConfig) -> PretrainedConfig:
-    from trainwright.models.gpt.conversion import gpt_config
+def _convert_to_gpt(config: PretrainedConfig) -> PretrainedConfig:
+    from trainwright.models.gpt.conversion import convert_config
     from trainwright.models.gpt.model import register
 
     register()
     try:
-        return gpt_config(config)
+        return convert_config(config)
     except RequestError as error:
         raise RequestError(f"model.implementation: {error}; set it to transformers") from None
 
@@ -265,14 +277,14 @@ def _name_class(config: PretrainedConfig, model: ModelSection, directory: Path) 
 
 def _quantize(model: PreTrainedModel, adapter: AdapterSection) -> None:
     if adapter.quantization != "none":
-        from trainwright.models.adapters.files import fully_trained
+        from trainwright.models.adapters.files import list_fully_trained
         from trainwright.models.quantization import quantize
 
         quantize(
             model,
             adapter.quantization,
             double=adapter.double_quantization,
-            keep=fully_trained(adapter),
+            keep=list_fully_trained(adapter),
             experts=adapter.quantize_experts,
         )
 
@@ -311,7 +323,7 @@ def _set_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, A
     if template is None:
         raise RequestError("model.template_arguments: the tokenizer has no chat template; set model.chat_template")
     several = template if isinstance(template, dict) else {"": template}
-    variables = {name: arguments_in(text) for name, text in several.items()}
+    variables = {name: list_arguments(text) for name, text in several.items()}
     for argument in arguments:
         if not any(argument in names for names in variables.values()):
             read = ", ".join(sorted(set().union(*variables.values()))) or "no arguments"
@@ -319,7 +331,7 @@ def _set_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, A
                 f"model.template_arguments.{argument}: the chat template does not read it; it reads {read}"
             )
     written = {
-        name: with_defaults(text, {key: value for key, value in arguments.items() if key in variables[name]})
+        name: set_defaults(text, {key: value for key, value in arguments.items() if key in variables[name]})
         for name, text in several.items()
     }
     tokenizer.chat_template = written if isinstance(template, dict) else written[""]

@@ -10,13 +10,18 @@ import torch
 
 from trainwright.errors import RequestError, TrainingError
 from trainwright.machine.detect import detect
-from trainwright.models.adapters.attaching import adapted_layers, attach_adapter, parameter_name, plain_names
+from trainwright.models.adapters.attaching import (
+    attach_adapter,
+    iterate_adapted_layers,
+    look_up_parameter_name,
+    select_plain_names,
+)
 from trainwright.models.configuration import untie
-from trainwright.models.files import has_experts, logit_difference, replacing, save_model
+from trainwright.models.files import compute_logit_difference, has_experts, replace_directory, save_model
 from trainwright.models.load import finish_loading, load_config, load_model, load_tokenizer
 from trainwright.models.resolve_model import resolve
 from trainwright.models.text_part import read_causal
-from trainwright.utils.activity import doing
+from trainwright.utils.activity import begin_activity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -49,17 +54,22 @@ def merge(section: ModelSection, seed: int, out: Path, dtype: torch.dtype | None
         RequestError: there is no adapter, ``out`` exists, or in ``dtype`` the result equals the base.
         TrainingError: the result does not compute the same as base and adapter.
     """
-    section = _unquantized(section)
+    section = _disable_quantization(section)
     _check_out(section, out)
     tokenizer = load_tokenizer(section)
-    model = _with_adapter(section, seed, None, tokenizer)
-    dtype = dtype or model.get_parameter(next(plain_names(model, dict(model.named_parameters())))).dtype
+    model = _load_with_adapter(section, seed, None, tokenizer)
+    dtype = dtype or model.get_parameter(next(select_plain_names(model, dict(model.named_parameters())))).dtype
     changes: list[bool] = []
-    doing("merging the adapter into its base")
-    with replacing(out) as temporary:
-        config = _untied_where_replaced(model)
+    begin_activity("merging the adapter into its base")
+    with replace_directory(out) as temporary:
+        config = _untie_replaced(model)
         save_model(
-            temporary / "merged", config, _tensors(model, dtype, changes), tokenizer, model.generation_config, dtype
+            temporary / "merged",
+            config,
+            _iterate_merged_tensors(model, dtype, changes),
+            tokenizer,
+            model.generation_config,
+            dtype,
         )
         del model
         if not any(changes):
@@ -67,7 +77,7 @@ def merge(section: ModelSection, seed: int, out: Path, dtype: torch.dtype | None
                 f"--dtype: in {dtype} the merged weights are those of the base: what the adapter adds is rounded away; "
                 "store them in fp32"
             )
-        doing("checking the merged model by its logits")
+        begin_activity("checking the merged model by its logits")
         difference, sample = _verify(section, seed, temporary / "merged", dtype, tokenizer)
         for file in (temporary / "merged").iterdir():
             file.rename(temporary / file.name)
@@ -75,7 +85,7 @@ def merge(section: ModelSection, seed: int, out: Path, dtype: torch.dtype | None
     return sum(changes), difference, sample
 
 
-def _unquantized(section: ModelSection) -> ModelSection:
+def _disable_quantization(section: ModelSection) -> ModelSection:
     if section.adapter.type == "none" or section.adapter.start_from is None:
         resolve(section)  # which names what is wrong with a model that does not exist
         raise RequestError(
@@ -93,7 +103,7 @@ def _check_out(section: ModelSection, out: Path) -> None:
         raise RequestError(f"--out: {out} already exists; choose a new directory")
 
 
-def _with_adapter(
+def _load_with_adapter(
     section: ModelSection, seed: int, dtype: torch.dtype | None, tokenizer: PreTrainedTokenizerBase
 ) -> PreTrainedModel:
     """Load the base with its adapter; with dtype None in the stored dtype, memory-mapped from the files."""
@@ -111,18 +121,23 @@ def _with_adapter(
     return merged
 
 
-def _tensors(model: PreTrainedModel, dtype: torch.dtype, changes: list[bool]) -> Iterator[tuple[str, torch.Tensor]]:
+def _iterate_merged_tensors(
+    model: PreTrainedModel, dtype: torch.dtype, changes: list[bool]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the merged model's tensors by their plain names; append to ``changes`` whether each adapted one differs."""
     names = {module: name for name, module in model.named_modules()}
-    merged = {f"{names[layer.get_base_layer()]}.{parameter_name(layer)}": layer for _, layer in adapted_layers(model)}
+    merged = {
+        f"{names[layer.get_base_layer()]}.{look_up_parameter_name(layer)}": layer
+        for _, layer in iterate_adapted_layers(model)
+    }
     state = model.state_dict(keep_vars=True)
-    for name in plain_names(model, state):
+    for name in select_plain_names(model, state):
         tensor, plain = state[name], name.replace(_KEPT, "").replace(_REPLACED, "")
         if _ORIGINAL in name:
             continue
         if name in merged:
             before = tensor.detach()
-            tensor = _merged_weight(merged[name]).to(dtype)
+            tensor = _compute_merged_weight(merged[name]).to(dtype)
             changes.append(not torch.equal(tensor, before.to(dtype)))
         elif _REPLACED in name:
             original = state[name.replace(_REPLACED, _ORIGINAL)]
@@ -131,9 +146,9 @@ def _tensors(model: PreTrainedModel, dtype: torch.dtype, changes: list[bool]) ->
 
 
 @torch.no_grad()
-def _merged_weight(layer: Any) -> torch.Tensor:
+def _compute_merged_weight(layer: Any) -> torch.Tensor:
     """Return the weight of an adapted layer as PEFT merges it, in fp32; the layer does not change."""
-    parameter = getattr(layer.get_base_layer(), parameter_name(layer))
+    parameter = getattr(layer.get_base_layer(), look_up_parameter_name(layer))
     original = parameter.data
     parameter.data = original.to(torch.float32, copy=True)
     try:
@@ -145,7 +160,7 @@ def _merged_weight(layer: Any) -> torch.Tensor:
         parameter.data = original
 
 
-def _untied_where_replaced(model: PreTrainedModel) -> Any:
+def _untie_replaced(model: PreTrainedModel) -> Any:
     """Return the configuration, without tied embeddings if the head or the embedding was trained separately."""
     from copy import deepcopy
 
@@ -169,30 +184,32 @@ def _verify(
     Returns:
         The relative difference of the logits from base and adapter, and a sample of generated text.
     """
-    compute = torch.float32 if _fits_in_memory(directory, dtype) else dtype
+    compute = torch.float32 if _can_compare_in_memory(directory, dtype) else dtype
     size = load_config(section).get_text_config().vocab_size
     ids = torch.randint(size, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
-    apart: Any = _with_adapter(section, seed, compute, tokenizer)
+    apart: Any = _load_with_adapter(section, seed, compute, tokenizer)
     apart.to(compute)
-    expected = _logits(apart, ids)
-    for _, layer in adapted_layers(apart):
-        getattr(layer.get_base_layer(), parameter_name(layer)).data = _merged_weight(layer).to(compute)
+    expected = _compute_logits(apart, ids)
+    for _, layer in iterate_adapted_layers(apart):
+        getattr(layer.get_base_layer(), look_up_parameter_name(layer)).data = _compute_merged_weight(layer).to(compute)
         layer._disable_adapters = True
-    _check_same("merged", logit_difference(_logits(apart, ids), expected, mixture=has_experts(apart)), compute)
+    _check_same(
+        "merged", compute_logit_difference(_compute_logits(apart, ids), expected, mixture=has_experts(apart)), compute
+    )
     for parameter in apart.parameters():
         parameter.data = parameter.data.to(dtype).to(compute)
-    rounded = _logits(apart, ids)
+    rounded = _compute_logits(apart, ids)
     del apart
     model = read_causal(directory, dtype=compute).eval()
-    logits = _logits(model, ids)
-    _check_same("written", logit_difference(logits, rounded, mixture=has_experts(model)), compute)
+    logits = _compute_logits(model, ids)
+    _check_same("written", compute_logit_difference(logits, rounded, mixture=has_experts(model)), compute)
     start = tokenizer(_PROMPT, return_tensors="pt", add_special_tokens=False)
     written = model.generate(**start, max_new_tokens=_NEW_TOKENS, do_sample=False)
     sample = str(tokenizer.decode(written[0].tolist(), skip_special_tokens=True))
-    return logit_difference(logits, expected, mixture=has_experts(model)), sample
+    return compute_logit_difference(logits, expected, mixture=has_experts(model)), sample
 
 
-def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+def _compute_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
     return logits.float()
 
@@ -205,7 +222,7 @@ def _check_same(stage: str, difference: float, compute: torch.dtype) -> None:
         )
 
 
-def _fits_in_memory(directory: Path, dtype: torch.dtype) -> bool:
+def _can_compare_in_memory(directory: Path, dtype: torch.dtype) -> bool:
     """Return whether the model in ``directory``, stored in ``dtype``, fits in memory for a comparison in fp32."""
     stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     return 4 / dtype.itemsize * stored * _CHECK_MEMORY < detect().usable_bytes

@@ -25,7 +25,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from trainwright.errors import RequestError
 from trainwright.recipe.extensions import is_file, load_named
 from trainwright.recipe.sections.model import OWN
-from trainwright.utils.paths import user_path
+from trainwright.utils.paths import expand_user_path
 
 # torch lists the functions that follow `torch.device("meta")` at its first use. transformers replaces torch.linspace
 # while it loads a model, so without this the list may lack it, and a module that calls it would mix devices.
@@ -65,7 +65,7 @@ class OwnModel(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: OwnConfig) -> None:
         super().__init__(config)
-        module = class_of(config.implementation)(**{**config.arguments, "vocab_size": config.vocab_size})
+        module = import_class(config.implementation)(**{**config.arguments, "vocab_size": config.vocab_size})
         if not any(isinstance(part, nn.ModuleList) and len(part) for part in module.modules()):
             raise RequestError(
                 f"model.implementation: {config.implementation} has no nn.ModuleList with its blocks, which are "
@@ -138,11 +138,11 @@ class OwnModel(PreTrainedModel, GenerationMixin):
         transformers would construct it on the meta device, and lose buffers that are not saved.
         """
         if is_file(config.implementation or ""):  # beside the weights, unless the recipe names it by its whole path
-            config.implementation = str(user_path(directory) / str(config.implementation))
+            config.implementation = str(expand_user_path(directory) / str(config.implementation))
         if dtype == "auto":
             dtype = config.dtype
         model = cls(config).to(dtype)
-        stored = [load_file(file) for file in sorted(user_path(directory).glob("*.safetensors"))]
+        stored = [load_file(file) for file in sorted(expand_user_path(directory).glob("*.safetensors"))]
         tensors = {name: tensor for part in stored for name, tensor in part.items()}
         own = model.state_dict()
         if wrong := [name for name in own if name in tensors and tensors[name].shape != own[name].shape]:
@@ -153,7 +153,7 @@ class OwnModel(PreTrainedModel, GenerationMixin):
         return (model, report) if output_loading_info else model
 
 
-def class_of(implementation: str | None) -> Any:
+def import_class(implementation: str | None) -> Any:
     """Return the class that a recipe names.
 
     Raises:
@@ -176,7 +176,7 @@ def keep_source(config: OwnConfig, directory: Path) -> None:
     implementation = config.implementation or ""
     if is_file(implementation):
         source, _, name = implementation.rpartition(":")
-        shutil.copyfile(user_path(source), directory / Path(source).name)
+        shutil.copyfile(expand_user_path(source), directory / Path(source).name)
         config.implementation = f"{Path(source).name}:{name}"
 
 

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from trainwright.models.adapters.config import ends_with, expert_parameters
-from trainwright.models.experts import WeightFormat, formats_of, store
+from trainwright.models.adapters.config import has_ending, list_expert_parameters
+from trainwright.models.experts import WeightFormat, look_up_formats, store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,10 +41,10 @@ class NF4(WeightFormat):
 
     scales: torch.Tensor
 
-    def _quantized(self, weight: torch.Tensor) -> torch.Tensor:
+    def _quantize_weight(self, weight: torch.Tensor) -> torch.Tensor:
         flat = weight.reshape(-1)
         parts = [
-            _functional().quantize_4bit(part, blocksize=_BLOCK, quant_type="nf4")
+            _import_functional().quantize_4bit(part, blocksize=_BLOCK, quant_type="nf4")
             for part in ([flat] if flat.is_meta else flat.split(_AT_A_TIME))
         ]
         self._keep_scales(torch.cat([state.absmax for _, state in parts]))
@@ -56,8 +56,10 @@ class NF4(WeightFormat):
     def _scales(self) -> torch.Tensor:
         return self.scales
 
-    def _expanded(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return _operations().dequantize_4bit.default(bits[:, None], self._scales(), _BLOCK, "nf4", self.shape, dtype)
+    def _dequantize_bits(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return _look_up_operations().dequantize_4bit.default(
+            bits[:, None], self._scales(), _BLOCK, "nf4", self.shape, dtype
+        )
 
 
 class DoubleNF4(NF4):
@@ -69,14 +71,14 @@ class DoubleNF4(NF4):
 
     def _keep_scales(self, scales: torch.Tensor) -> None:
         mean = scales.mean()
-        bits, state = _functional().quantize_blockwise(scales - mean, blocksize=_SCALES_BLOCK)
+        bits, state = _import_functional().quantize_blockwise(scales - mean, blocksize=_SCALES_BLOCK)
         self.register_buffer("scales", bits, persistent=False)
         self.register_buffer("mean", mean, persistent=False)
         self.register_buffer("second_scales", state.absmax, persistent=False)
         self.register_buffer("code", state.code, persistent=False)
 
     def _scales(self) -> torch.Tensor:
-        scales = _operations().dequantize_blockwise.default(
+        scales = _look_up_operations().dequantize_blockwise.default(
             self.scales, self.second_scales, self.code, _SCALES_BLOCK, torch.float32
         )
         return scales + self.mean
@@ -87,15 +89,15 @@ class Int8(WeightFormat):
 
     scales: torch.Tensor
 
-    def _quantized(self, weight: torch.Tensor) -> torch.Tensor:
+    def _quantize_weight(self, weight: torch.Tensor) -> torch.Tensor:
         weight = weight.reshape(-1, weight.shape[-1])
         rows = max(1, _AT_A_TIME // weight.shape[1])
         # bitsandbytes only supports fp16.
-        parts = [_functional().int8_vectorwise_quant(part.to(torch.float16)) for part in weight.split(rows)]
+        parts = [_import_functional().int8_vectorwise_quant(part.to(torch.float16)) for part in weight.split(rows)]
         self.register_buffer("scales", torch.cat([scales for _, scales, _ in parts]) / 127, persistent=False)
         return torch.cat([bits for bits, _, _ in parts])
 
-    def _expanded(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _dequantize_bits(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         integers = bits.view(torch.int8).view(-1, self.shape[-1])
         return integers.to(dtype).mul_(self.scales[:, None]).view(self.shape)
 
@@ -166,32 +168,32 @@ def quantize(
         experts: also quantize weights of experts that the model keeps in one parameter (models/experts.py).
     """
     chosen = Int8 if kind == "int8" else DoubleNF4 if double else NF4
-    mapped = _mapped_files()
-    for parent, name, layer in list(_linears(model, keep)):
+    mapped = _list_mapped_ranges()
+    for parent, name, layer in list(_iterate_linears(model, keep)):
         weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()  # Conv1D has [in, out]
         bias = None if layer.bias is None else layer.bias.detach().float()
         setattr(parent, name, QuantizedLinear(weight, bias, chosen).train(layer.training))
         _release(layer.weight, mapped)
-    for name in expert_parameters(model) if experts else ():
-        if not ends_with(name, keep, inside=True):
+    for name in list_expert_parameters(model) if experts else ():
+        if not has_ending(name, keep, inside=True):
             (path, _, own), weight = name.rpartition("."), model.get_parameter(name)
             store(model.get_submodule(path), own, chosen())
             _release(weight, mapped)
 
 
-def _linears(model: PreTrainedModel, keep: Sequence[str]) -> Iterator[tuple[nn.Module, str, Any]]:
+def _iterate_linears(model: PreTrainedModel, keep: Sequence[str]) -> Iterator[tuple[nn.Module, str, Any]]:
     """Yield parent, name and module of the layers to quantize."""
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
     for above, parent in model.named_modules():
         for name, layer in parent.named_children():
-            excluded = layer is head or ends_with(f"{above}.{name}", keep, inside=True)
+            excluded = layer is head or has_ending(f"{above}.{name}", keep, inside=True)
             if isinstance(layer, nn.Linear | Conv1D) and not excluded:
                 yield parent, name, layer
 
 
-def _mapped_files() -> list[tuple[int, int]]:
+def _list_mapped_ranges() -> list[tuple[int, int]]:
     """Return the address ranges of memory-mapped weight files; empty if the system does not provide them."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
@@ -215,26 +217,26 @@ def _release(tensor: torch.Tensor, mapped: list[tuple[int, int]]) -> None:
 def count_parameters(module: nn.Module) -> tuple[int, int]:
     """Return the numbers of all and of trainable parameters of ``module``; quantized ones count as dequantized."""
     sizes: dict[nn.Parameter, int] = {parameter: parameter.numel() for parameter in module.parameters()}
-    sizes |= {bits: math.prod(weight_format.shape) for bits, weight_format in quantized_parameters(module)}
+    sizes |= {bits: math.prod(weight_format.shape) for bits, weight_format in iterate_quantized_parameters(module)}
     return sum(sizes.values()), sum(size for parameter, size in sizes.items() if parameter.requires_grad)
 
 
-def quantized_parameters(module: nn.Module) -> Iterator[tuple[nn.Parameter, WeightFormat]]:
+def iterate_quantized_parameters(module: nn.Module) -> Iterator[tuple[nn.Parameter, WeightFormat]]:
     """Yield the bits of every quantized weight, and how they are stored."""
     for part in module.modules():
         if isinstance(part, QuantizedLinear):
             yield part.get_parameter("weight"), part.format
-        for name, weight_format in formats_of(part).items():
+        for name, weight_format in look_up_formats(part).items():
             yield part.get_parameter(name), weight_format
 
 
 @cache
-def _functional() -> Any:
+def _import_functional() -> Any:
     """Return bitsandbytes.functional; its import also registers the operators."""
     # It logs that it found no kernels on the Hub; none are requested.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     return importlib.import_module("bitsandbytes.functional")
 
 
-def _operations() -> Any:
+def _look_up_operations() -> Any:
     return torch.ops.bitsandbytes

@@ -61,19 +61,19 @@ def save_activation_memory(blocks: Sequence[nn.Module], recompute: str | int, *,
             "lower it, or set it to none"
         )
     for number, block in enumerate(blocks, start=1):
-        forward = _plain
+        forward = _run_plain_forward
         if recompute != "none" and number % every == 0:
-            forward = _selective_recompute(block) if recompute == "selective" else _recompute
+            forward = _choose_selective_recompute(block) if recompute == "selective" else _recompute
         if offload:
-            forward = functools.partial(with_activations_on_host, forward)
-        if forward is not _plain:
+            forward = functools.partial(offload_activations, forward)
+        if forward is not _run_plain_forward:
             block.forward = types.MethodType(forward, block)
 
 
 # Plain functions without closures, shared by all blocks, so that torch.compile compiles them once.
 
 
-def _plain(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _run_plain_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(block).forward(block, *args, **kwargs)
 
 
@@ -83,7 +83,7 @@ def _recompute(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(type(block).forward, block, *args, use_reentrant=False, **kwargs)
 
 
-def _selective_recompute(block: nn.Module) -> Callable[..., Any]:
+def _choose_selective_recompute(block: nn.Module) -> Callable[..., Any]:
     separate_adapters(block)  # which add to results of products in place, as these cannot be kept then
     # transformers adds the biases of experts in place, and modified results cannot be kept.
     biased = any(getattr(module, "has_bias", False) for module in block.modules())
@@ -103,23 +103,23 @@ def _recompute_all_but_plain_products(block: nn.Module, *args: Any, **kwargs: An
 
 
 def _keep_products() -> Any:
-    return create_selective_checkpoint_contexts(functools.partial(_policy, _PLAIN | _GROUPED))
+    return create_selective_checkpoint_contexts(functools.partial(_choose_policy, _PLAIN | _GROUPED))
 
 
 def _keep_plain_products() -> Any:
-    return create_selective_checkpoint_contexts(functools.partial(_policy, _PLAIN))
+    return create_selective_checkpoint_contexts(functools.partial(_choose_policy, _PLAIN))
 
 
-def _policy(saved: set[str], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _choose_policy(saved: set[str], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     if not isinstance(operation, torch._ops.OpOverload):
         keep = operation.name() in saved
     else:
         schema = operation._schema  # operations that write into their arguments must run again
-        keep = schema.name in saved and not schema.is_mutable and not _drops(operation, args, kwargs)
+        keep = schema.name in saved and not schema.is_mutable and not _has_dropout(operation, args, kwargs)
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _drops(operation: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _has_dropout(operation: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether the operation draws random numbers; skipping it would change the following ones."""
     for index, argument in enumerate(operation._schema.arguments):
         if argument.name == "dropout_p":
@@ -134,7 +134,7 @@ _LEAST_BYTES = 2**16
 
 # The compiler does not support saved-tensor hooks; the forward pass of the block is still compiled.
 @torch.compiler.disable(recursive=False)
-def with_activations_on_host(forward: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def offload_activations(forward: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Return the output of ``forward`` of a block; what it saves for its backward pass is copied to the host."""
     weights = {StorageWeakRef(parameter.untyped_storage()) for parameter in block.parameters()}
     run = _Run()

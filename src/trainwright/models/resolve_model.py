@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.models import tokenization
-from trainwright.models.safetensors_files import DamagedFile, read_header, stored_elements
+from trainwright.models.safetensors_files import DamagedFile, count_stored_elements, read_header
 from trainwright.recipe.files import read_json
 from trainwright.recipe.registries import WEIGHT_FORMATS
-from trainwright.utils.paths import user_path
+from trainwright.utils.paths import expand_user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,9 +94,11 @@ def resolve(model: ModelSection, notify: Notify | None = None, weights: bool = T
     directory, origin = located.directory, located.origin
     check_directory(directory, "model.name", weights=weights)
     if weights and model.added_tokens.names:
-        from trainwright.models.added_tokens import enlarged
+        from trainwright.models.added_tokens import enlarge_model
 
-        enlarged_directory = enlarged(directory, weight_files(directory), complete_tokenizer(model), model.added_tokens)
+        enlarged_directory = enlarge_model(
+            directory, weight_files(directory), complete_tokenizer(model), model.added_tokens
+        )
         origin += "" if enlarged_directory == directory else ", with rows for added tokens"
         directory = enlarged_directory
     return ModelSource(directory, None, origin, located.gguf, located.package)
@@ -111,19 +113,19 @@ def complete_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
     from trainwright.models.added_tokens import add_tokens
 
     if model.tokenizer == "bytes":
-        tokenizer: PreTrainedTokenizerBase = tokenization.bytes_tokenizer()
+        tokenizer: PreTrainedTokenizerBase = tokenization.build_bytes_tokenizer()
     elif model.tokenizer is not None and tokenization.is_trained(model.tokenizer):
-        tokenizer = tokenization.trained_tokenizer(model.tokenizer)
+        tokenizer = tokenization.load_trained_tokenizer(model.tokenizer)
     elif model.tokenizer is not None:
         directory = locate(model.tokenizer, "model.tokenizer", weights=False).directory
-        tokenizer = tokenization.tokenizer_from(directory, "model.tokenizer")
+        tokenizer = tokenization.load_tokenizer_from(directory, "model.tokenizer")
     else:
         source = resolve(model, weights=False)
         if source.directory is None:
             raise RequestError(
                 'model.tokenizer: required for a randomly initialized model: "bytes" (built in), an id or a directory'
             )
-        tokenizer = tokenization.tokenizer_from(source.directory, "model.name")
+        tokenizer = tokenization.load_tokenizer_from(source.directory, "model.name")
     add_tokens(tokenizer, model.added_tokens)
     return tokenizer
 
@@ -133,22 +135,22 @@ def locate(
 ) -> ModelLocation:
     """Return the location of model ``name``, or of its tokenizer without ``weights``; ``key`` is named in errors."""
     say = notify or logger.info
-    path = user_path(name)
+    path = expand_user_path(name)
     if path.is_file() and gguf_file is not None:
         raise RequestError(f"model.gguf_file: has no effect, because {key} {name} is a file; remove it")
     if path.is_file() or name.endswith(".gguf"):
-        return _from_gguf(_existing(path, key), key, f"GGUF file {path}", say)
+        return _locate_gguf(_check_exists(path, key), key, f"GGUF file {path}", say)
     if path.is_dir():
         if gguf_file is None:
             return ModelLocation(path, f"local directory {path}")
-        file = _existing(path / gguf_file, "model.gguf_file")
-        return _from_gguf(file, "model.gguf_file", f"GGUF file {file}", say)
+        file = _check_exists(path / gguf_file, "model.gguf_file")
+        return _locate_gguf(file, "model.gguf_file", f"GGUF file {file}", say)
     if not is_hub_id(name):
-        _existing(path, key)
+        _check_exists(path, key)
     if gguf_file is not None:
-        file, where = _hub_file(name, gguf_file, key)
-        return _from_gguf(file, "model.gguf_file", f"{name}, {gguf_file} {where}", say)
-    return _from_id(name, key, weights, say)
+        file, where = _download_hub_file(name, gguf_file, key)
+        return _locate_gguf(file, "model.gguf_file", f"{name}, {gguf_file} {where}", say)
+    return _locate_by_id(name, key, weights, say)
 
 
 def check_directory(directory: Path, key: str, weights: bool = True) -> None:
@@ -164,7 +166,7 @@ def check_directory(directory: Path, key: str, weights: bool = True) -> None:
         )
         if "adapter_config.json" not in files:
             of_run = {"recipe.yaml", "final"} <= set(files)
-            hint = "it is a run directory; its model is in final/" if of_run else _holds(files)
+            hint = "it is a run directory; its model is in final/" if of_run else _describe_files(files)
         raise RequestError(f"{key}: {directory} has no config.json: {hint}")
     if not weights:
         return
@@ -173,7 +175,7 @@ def check_directory(directory: Path, key: str, weights: bool = True) -> None:
         stops = settings.get("eos_token_id") if isinstance(settings, dict) else None
         if stops is not None and any(type(stop) is not int for stop in (stops if isinstance(stops, list) else [stops])):
             raise RequestError(f"{key}: {file}: eos_token_id should be a token's id, or a list of them, not {stops!r}")
-    if not stored_weights(directory, key):
+    if not count_stored_weights(directory, key):
         raise RequestError(f"{key}: {directory} has weight files without a tensor; save or download the model again")
 
 
@@ -183,7 +185,7 @@ def weight_files(directory: Path, key: str = "model.name") -> list[Path]:
     if "model.safetensors" in files:
         return [directory / "model.safetensors"]
     if INDEX in files:
-        shards = _shards(directory / INDEX, key)
+        shards = _list_shards(directory / INDEX, key)
         if missing := [s for s in shards if s not in files]:
             raise RequestError(f"{key}: {directory} is not complete: its index names {', '.join(missing)}")
         return [directory / s for s in shards]
@@ -194,10 +196,10 @@ def weight_files(directory: Path, key: str = "model.name") -> list[Path]:
         )
     if ggufs := [f for f in files if f.endswith(".gguf")]:
         raise RequestError(f"{key}: {directory} has GGUF weights; set model.gguf_file to one of {', '.join(ggufs)}")
-    raise RequestError(f"{key}: {directory} has no model.safetensors: {_holds(files)}")
+    raise RequestError(f"{key}: {directory} has no model.safetensors: {_describe_files(files)}")
 
 
-def stored_weights(directory: Path, key: str = "model.name") -> Counter[str]:
+def count_stored_weights(directory: Path, key: str = "model.name") -> Counter[str]:
     """Return how many numbers of each data type the files of a model directory have.
 
     Raises:
@@ -206,11 +208,11 @@ def stored_weights(directory: Path, key: str = "model.name") -> Counter[str]:
     counts: Counter[str] = Counter()
     for file in weight_files(directory, key):
         check_safetensors(file, key)
-        counts.update(stored_elements(file))
+        counts.update(count_stored_elements(file))
     return counts
 
 
-def saved_precision(model: ModelSection, configuration: Mapping[str, Any]) -> Precision:
+def choose_saved_precision(model: ModelSection, configuration: Mapping[str, Any]) -> Precision:
     """Return the precision in which a full model is saved after training, ``model.save_dtype``. Imports no torch.
 
     ``auto`` is that of most weights in the base model's files, and fp32 for quantized ones; without files on this
@@ -218,19 +220,19 @@ def saved_precision(model: ModelSection, configuration: Mapping[str, Any]) -> Pr
     """
     if model.save_dtype != "auto":
         return model.save_dtype
-    gguf, directory = _files_here(model)
+    gguf, directory = _find_local_files(model)
     if gguf is not None:
         return _PRECISIONS.get(WEIGHT_FORMATS.get("gguf").facts(gguf).precision, "fp32")
     if directory is None:
         of_fields = str(configuration.get("dtype") or configuration.get("torch_dtype") or "")
         return _OF_CONFIGURATIONS.get(of_fields.removeprefix("torch."), "fp32")
-    counts = stored_weights(directory)
+    counts = count_stored_weights(directory)
     return _PRECISIONS.get(max(counts, key=lambda dtype: counts[dtype]), "fp32")
 
 
-def _files_here(model: ModelSection) -> tuple[Path | None, Path | None]:
+def _find_local_files(model: ModelSection) -> tuple[Path | None, Path | None]:
     """Return a model's GGUF file or its directory of weights, if it is on this machine; nothing is converted."""
-    name, path = model.name, user_path(model.name or "")
+    name, path = model.name, expand_user_path(model.name or "")
     if model.fresh is not None or name is None:
         return None, None
     if path.is_file():
@@ -245,8 +247,8 @@ def _files_here(model: ModelSection) -> tuple[Path | None, Path | None]:
         repository, revision = split_revision(name)
         cached = try_to_load_from_cache(repository, model.gguf_file, revision=revision)
         return (Path(cached) if isinstance(cached, str) else None), None
-    directory, _ = _hub_snapshot(name, True)
-    return (None, directory) if directory is not None else (_packaged(name)[0], None)
+    directory, _ = _find_hub_snapshot(name, True)
+    return (None, directory) if directory is not None else (_find_packaged(name)[0], None)
 
 
 def _is_whole(directory: Path) -> bool:
@@ -257,7 +259,7 @@ def _is_whole(directory: Path) -> bool:
     return True
 
 
-def _shards(index: Path, key: str) -> list[str]:
+def _list_shards(index: Path, key: str) -> list[str]:
     """Return the file names in a weight index; raise RequestError if any is outside its directory."""
     if not index.is_file():  # reading from a pipe would block
         raise RequestError(f"{key}: {index} is not a file")
@@ -283,7 +285,7 @@ def check_safetensors(file: Path, key: str) -> None:
         raise RequestError(f"{key}: {file} is damaged or not safetensors ({error}); download it again") from error
 
 
-def _from_gguf(file: Path, key: str, origin: str, say: Notify, package: str | None = None) -> ModelLocation:
+def _locate_gguf(file: Path, key: str, origin: str, say: Notify, package: str | None = None) -> ModelLocation:
     if not file.is_file():
         raise RequestError(f"{key}: {file} is not a file")
     try:
@@ -300,8 +302,8 @@ def check_available(model: ModelSection) -> None:
 
     if model.name is None or model.gguf_file is not None or not constants.is_offline_mode():
         return
-    if not user_path(model.name).exists() and is_hub_id(model.name) and not is_here(model.name, weights=True):
-        _from_id(model.name, "model.name", True, logger.info)
+    if not expand_user_path(model.name).exists() and is_hub_id(model.name) and not is_here(model.name, weights=True):
+        _locate_by_id(model.name, "model.name", True, logger.info)
 
 
 def check_exists(name: str, key: str) -> None:
@@ -312,30 +314,38 @@ def check_exists(name: str, key: str) -> None:
 
 def is_here(name: str, weights: bool = False) -> bool:
     """Return whether a model is on this machine: as a path, in the Hugging Face cache, or in an installed package."""
-    if user_path(name).exists():
+    if expand_user_path(name).exists():
         return True
-    return is_hub_id(name) and (_hub_snapshot(name, weights)[0] is not None or _packaged(name)[0] is not None)
+    return is_hub_id(name) and (_find_hub_snapshot(name, weights)[0] is not None or _find_packaged(name)[0] is not None)
 
 
 def is_packaged(name: str) -> bool:
     """Return whether ``name`` is a model that is taken from an installed package."""
-    return not user_path(name).exists() and _hub_snapshot(name, True)[0] is None and _packaged(name)[0] is not None
+    return (
+        not expand_user_path(name).exists()
+        and _find_hub_snapshot(name, True)[0] is None
+        and _find_packaged(name)[0] is not None
+    )
 
 
-def _from_id(name: str, key: str, weights: bool, say: Notify) -> ModelLocation:
-    cached, problem = _hub_snapshot(name, weights)
+def _locate_by_id(name: str, key: str, weights: bool, say: Notify) -> ModelLocation:
+    cached, problem = _find_hub_snapshot(name, weights)
     if cached is not None:
         return ModelLocation(cached, f"{name} from the Hugging Face cache, revision {cached.name[:12]}")
-    file, package = _packaged(name)
+    file, package = _find_packaged(name)
     if file is not None:
         origin = f"{name} from the package {package} ({file.name})"
-        return _from_gguf(file, key, origin, say, package.partition(" ")[0])
-    tried = [f"no such local path{_near_here(Path(name))}", problem, f"not in an installed package{_near(name)}"]
+        return _locate_gguf(file, key, origin, say, package.partition(" ")[0])
+    tried = [
+        f"no such local path{_suggest_near_path(Path(name))}",
+        problem,
+        f"not in an installed package{_suggest_packaged(name)}",
+    ]
     directory = _download(name, key, weights, tried, say)
     return ModelLocation(directory, f"{name} from the Hugging Face hub, revision {directory.name[:12]}")
 
 
-def _hub_snapshot(name: str, weights: bool) -> tuple[Path | None, str]:
+def _find_hub_snapshot(name: str, weights: bool) -> tuple[Path | None, str]:
     """Return the snapshot of ``name`` in the Hugging Face cache if it is complete, otherwise None and the reason."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -345,13 +355,13 @@ def _hub_snapshot(name: str, weights: bool) -> tuple[Path | None, str]:
         directory = Path(snapshot_download(repository, revision=revision, local_files_only=True))
     except LocalEntryNotFoundError:
         return None, "not in the Hugging Face cache"
-    problem = _missing(directory, weights)
+    problem = _describe_missing(directory, weights)
     if problem is None:
         return directory, ""
     return None, f"incomplete in the Hugging Face cache ({problem})"
 
 
-def _missing(directory: Path, weights: bool) -> str | None:
+def _describe_missing(directory: Path, weights: bool) -> str | None:
     """Return what a snapshot lacks, or None."""
     if not any((directory / f).exists() for f in tokenization.TOKENIZER_FILES):
         return f"{directory} has no tokenizer"
@@ -363,7 +373,7 @@ def _missing(directory: Path, weights: bool) -> str | None:
     return None
 
 
-def _packaged(name: str) -> tuple[Path | None, str]:
+def _find_packaged(name: str) -> tuple[Path | None, str]:
     """Return the model file of an installed package, found without importing it, and the package's name and version."""
     distribution, ending, _ = PACKAGED_MODELS.get(name, ("", "", ""))
     try:
@@ -383,7 +393,7 @@ def _download(name: str, key: str, weights: bool, tried: list[str], say: Notify)
     if name in PACKAGED_MODELS:
         fix = f"`{PACKAGED_MODELS[name][2]}`, {fix}"
     if constants.is_offline_mode():
-        raise _not_found(name, key, [*tried, "the hub is disabled (HF_HUB_OFFLINE)"], fix)
+        raise _build_not_found_error(name, key, [*tried, "the hub is disabled (HF_HUB_OFFLINE)"], fix)
     try:
         # This short request comes first: it fails at once without a network, and reports a wrong id.
         repository, revision = split_revision(name)
@@ -394,11 +404,13 @@ def _download(name: str, key: str, weights: bool, tried: list[str], say: Notify)
             snapshot_download(repository, revision=revision, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT)
         )
     except Exception as error:  # the hub's client raises its own and three HTTP libraries' errors
-        raise _not_found(name, key, [*tried, f"the hub answered: {_first_line(error)}"], fix) from error
+        raise _build_not_found_error(
+            name, key, [*tried, f"the hub answered: {_format_first_line(error)}"], fix
+        ) from error
     return directory
 
 
-def _hub_file(name: str, file: str, key: str) -> tuple[Path, str]:
+def _download_hub_file(name: str, file: str, key: str) -> tuple[Path, str]:
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     repository, revision = split_revision(name)
@@ -412,16 +424,18 @@ def _hub_file(name: str, file: str, key: str) -> tuple[Path, str]:
         tried = [
             "no such local path",
             "not in the Hugging Face cache",
-            f"the hub answered: {_first_line(error)}",
+            f"the hub answered: {_format_first_line(error)}",
         ]
-        raise _not_found(f"{name}, file {file},", key, tried, "use the path of a local GGUF file") from error
+        raise _build_not_found_error(
+            f"{name}, file {file},", key, tried, "use the path of a local GGUF file"
+        ) from error
 
 
-def _not_found(name: str, key: str, tried: list[str], fix: str) -> RequestError:
+def _build_not_found_error(name: str, key: str, tried: list[str], fix: str) -> RequestError:
     return RequestError(f"{key}: {name} was not found: {'; '.join(tried)}. To fix it: {fix}")
 
 
-def hub_token(key: str = "") -> str:
+def read_hub_token(key: str = "") -> str:
     """Return the token for uploads to the Hub; ``key`` begins the messages.
 
     Raises:
@@ -448,34 +462,38 @@ def is_hub_id(name: str) -> bool:
     return HUB_ID.fullmatch(name) is not None and not name.startswith(("./", "../", "~"))
 
 
-def _existing(path: Path, key: str) -> Path:
+def _check_exists(path: Path, key: str) -> Path:
     if path.exists():
         return path
     parent = path.parent
     while not parent.is_dir():
         path, parent = parent, parent.parent
     near = difflib.get_close_matches(path.name, os.listdir(parent), n=1)
-    hint = f"; did you mean {parent / near[0]}?" if near else f"; {_holds(sorted(os.listdir(parent)))}"
+    hint = f"; did you mean {parent / near[0]}?" if near else f"; {_describe_files(sorted(os.listdir(parent)))}"
     raise RequestError(f"{key}: {path} does not exist{hint}")
 
 
-def _near_here(path: Path) -> str:
+def _suggest_near_path(path: Path) -> str:
     """Return a hint with the nearest name in the path's local parent directory, or an empty string."""
     if len(path.parts) < 2 or not path.parent.is_dir():
         return ""
     near = difflib.get_close_matches(path.name, os.listdir(path.parent), n=1)
-    return f" (did you mean {path.parent / near[0]}?)" if near else f" ({_holds(sorted(os.listdir(path.parent)))})"
+    return (
+        f" (did you mean {path.parent / near[0]}?)"
+        if near
+        else f" ({_describe_files(sorted(os.listdir(path.parent)))})"
+    )
 
 
-def _near(name: str) -> str:
+def _suggest_packaged(name: str) -> str:
     near = difflib.get_close_matches(name, PACKAGED_MODELS, n=1, cutoff=0.75)
     return f" (did you mean {near[0]}?)" if near and near[0] != name else ""
 
 
-def _holds(files: list[str]) -> str:
+def _describe_files(files: list[str]) -> str:
     shown = ", ".join(files[:8]) + (", …" if len(files) > 8 else "")
     return f"there is {shown}" if files else "the directory is empty"
 
 
-def _first_line(error: Exception) -> str:
+def _format_first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -65,7 +65,7 @@ def read_header(file: Path) -> dict[str, tuple[int, ...]]:
         raise DamagedFile(str(error)) from error
 
 
-def stored_elements(file: Path) -> dict[str, int]:
+def count_stored_elements(file: Path) -> dict[str, int]:
     """Return how many elements ``file`` has of each data type, such as BF16."""
     from safetensors import safe_open
 

@@ -16,7 +16,7 @@ from trainwright.errors import RequestError
 from trainwright.models.gpt.variants import MODEL_TYPE as GPT
 from trainwright.recipe.extensions import is_file
 from trainwright.recipe.files import read_json
-from trainwright.recipe.modalities import text_part
+from trainwright.recipe.modalities import select_text_config
 from trainwright.recipe.sections.model import OWN
 
 _ENCODER_DECODERS = {
@@ -84,8 +84,10 @@ def check_supported(config: Mapping[str, Any], where: str, known: Container[str]
     Raises:
         RequestError: the message names the kind of model.
     """
-    text = text_part(config)
-    if (what := _other_kind(config, known)) is not None and (text is config or _other_kind(text, known) is not None):
+    text = select_text_config(config)
+    if (what := _describe_other_kind(config, known)) is not None and (
+        text is config or _describe_other_kind(text, known) is not None
+    ):
         raise RequestError(f"{where} is {what}; Trainwright trains decoder-only language models")
     if (quantized := config.get("quantization_config")) is not None:
         # Models in mxfp4 were trained in four bits, so there is no original in bf16, but there are copies.
@@ -100,12 +102,12 @@ def check_supported(config: Mapping[str, Any], where: str, known: Container[str]
 def check_trainable(config: Mapping[str, Any], where: str, known: Container[str] = ()) -> None:
     """Check as ``check_supported``, and raise RequestError for language models that can generate but not be trained."""
     check_supported(config, where, known)
-    kind = text_part(config).get("model_type")
+    kind = select_text_config(config).get("model_type")
     if (what := _RECURRENT.get(str(kind))) is not None:
         raise RequestError(f"{where} is {what} ({kind}); Trainwright trains decoder-only transformers")
 
 
-def _other_kind(config: Mapping[str, Any], known: Container[str]) -> str | None:
+def _describe_other_kind(config: Mapping[str, Any], known: Container[str]) -> str | None:
     """Describe the kind of model in ``config``, or return None if it is a decoder-only language model."""
     kind = config.get("model_type")
     if isinstance(class_name := config.get("_class_name"), str) or "_diffusers_version" in config:
@@ -114,13 +116,13 @@ def _other_kind(config: Mapping[str, Any], known: Container[str]) -> str | None:
         return None  # a missing model_type is reported when the rest is read
     if not isinstance(kind, str):
         return f"a configuration whose model_type is not a name ({str(kind)[:40]})"
-    title = _by_name(kind, config) or _by_head(config)
+    title = _describe_by_name(kind, config) or _describe_by_head(config)
     if title is not None:
         return f"{title} ({kind})"
-    return None if kind in known else _by_tables(kind, config)
+    return None if kind in known else _describe_by_tables(kind, config)
 
 
-def _by_name(kind: str, config: Mapping[str, Any]) -> str | None:
+def _describe_by_name(kind: str, config: Mapping[str, Any]) -> str | None:
     if kind in _AUDIO or "audio_config" in config:
         return "a speech or audio model"
     if kind in _VISION_LANGUAGE or "vision_config" in config:
@@ -134,7 +136,7 @@ def _by_name(kind: str, config: Mapping[str, Any]) -> str | None:
     return _OTHERS.get(kind)
 
 
-def _by_head(config: Mapping[str, Any]) -> str | None:
+def _describe_by_head(config: Mapping[str, Any]) -> str | None:
     architectures = config.get("architectures")
     for name in architectures if isinstance(architectures, list) else []:
         for ending, what in _HEADS.items():
@@ -143,7 +145,7 @@ def _by_head(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _by_tables(kind: str, config: Mapping[str, Any]) -> str | None:
+def _describe_by_tables(kind: str, config: Mapping[str, Any]) -> str | None:
     """Describe the kind of model by the tables of transformers."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -161,7 +163,7 @@ def _by_tables(kind: str, config: Mapping[str, Any]) -> str | None:
     return f"of an architecture that transformers {transformers.__version__} does not have ({kind}{meant})"
 
 
-def class_in(directory: Path) -> str | None:
+def read_class_name(directory: Path) -> str | None:
     """Return the class of a saved module of somebody's own, ``module:Class`` or ``file.py:Class``; None for others."""
     file = directory / "config.json"
     fields = read_json(file) if file.is_file() else None
@@ -176,23 +178,23 @@ def class_in(directory: Path) -> str | None:
 
 def check_packable(config: Mapping[str, Any], pack_length: int | None) -> None:
     """Raise RequestError if the model of ``config`` cannot be trained on packs of ``pack_length`` tokens."""
-    if pack_length is not None and (why := unpackable(config, pack_length)) is not None:
+    if pack_length is not None and (why := explain_unpackable(config, pack_length)) is not None:
         raise RequestError(
             f"data.pack_length: a model of the architecture {config.get('implementation') or config.get('model_type')} "
             f"does not keep packed sequences apart: {why}; set it to null"
         )
 
 
-def unpackable(config: Mapping[str, Any], pack_length: int) -> str | None:
+def explain_unpackable(config: Mapping[str, Any], pack_length: int) -> str | None:
     """Return why packs of ``pack_length`` tokens would mix sequences, or None if no reason is known."""
-    config = text_part(config)
+    config = select_text_config(config)
     kind = str(config.get("model_type"))
     if kind in _OWN_ATTENTION:
         return _OWN_ATTENTION[kind]
     if kind == OWN and config.get("implementation") is not None:
-        from trainwright.models.own_module import class_of
+        from trainwright.models.own_module import import_class
 
-        takes = inspect.signature(class_of(config["implementation"]).forward).parameters
+        takes = inspect.signature(import_class(config["implementation"]).forward).parameters
         return None if "cu_seq_lens_q" in takes else "its forward has no argument cu_seq_lens_q, where sequences begin"
     if kind in _RECURRENT_LAYERS:
         layers = config.get("layer_types")

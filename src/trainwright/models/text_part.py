@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
-from trainwright.models.configuration import NOT_MADE, WHOLE, config_from, no_progress_bar
+from trainwright.models.configuration import NOT_MADE, WHOLE, disable_progress_bars, read_config
 from trainwright.recipe.files import read_json
-from trainwright.recipe.modalities import text_part
+from trainwright.recipe.modalities import select_text_config
 from trainwright.recipe.sections.model import OLDER_ROPE_KEYS
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _NAMES = {
 }
 
 
-def whole_of(config: PretrainedConfig) -> Path | None:
+def find_whole(config: PretrainedConfig) -> Path | None:
     """Return the directory of the whole model that a configuration is a part of."""
     directory = getattr(config, WHOLE, None)
     return None if directory is None else Path(directory)
@@ -51,11 +51,11 @@ def read_causal(directory: Path, config: PretrainedConfig | None = None, **optio
     from transformers import AutoModelForCausalLM
 
     if config is None and is_whole(directory):
-        config = config_from(directory)
-    is_part = config is not None and whole_of(config) is not None
+        config = read_config(directory)
+    is_part = config is not None and find_whole(config) is not None
     if is_part:
         options["key_mapping"] = _NAMES
-    with no_progress_bar(reports=not is_part):  # it would list the tensors of other modalities
+    with disable_progress_bars(reports=not is_part):  # it would list the tensors of other modalities
         return AutoModelForCausalLM.from_pretrained(
             directory, config=config, use_safetensors=True, trust_remote_code=False, local_files_only=True, **options
         )
@@ -65,10 +65,10 @@ def is_whole(directory: Path) -> bool:
     """Return whether a directory has a model of several modalities."""
     file = directory / "config.json"
     fields = read_json(file) if file.is_file() else None
-    return isinstance(fields, dict) and text_part(fields) is not fields
+    return isinstance(fields, dict) and select_text_config(fields) is not fields
 
 
-def whole_tensors(
+def iterate_whole_tensors(
     tensors: Iterable[tuple[str, torch.Tensor]], files: Sequence[Path], causal: PreTrainedModel
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a trained language model by their names in the ``files`` of the whole model, then the
@@ -79,10 +79,10 @@ def whole_tensors(
     names: dict[str, str] = {}
     for file in files:
         with safe_open(file, framework="pt") as stored:
-            names |= {causal_name(name): name for name in stored.keys()}  # noqa: SIM118 (not a mapping)
+            names |= {convert_to_causal_name(name): name for name in stored.keys()}  # noqa: SIM118 (not a mapping)
     written = {names[name] for name in names.keys() & causal.state_dict().keys()}
     for name, tensor in tensors:
-        written.add(stored_name := names.get(causal_name(name), name))
+        written.add(stored_name := names.get(convert_to_causal_name(name), name))
         yield stored_name, tensor
     for file in files:
         with safe_open(file, framework="pt") as stored:
@@ -90,7 +90,7 @@ def whole_tensors(
                 yield name, stored.get_tensor(name)
 
 
-def causal_name(name: str) -> str:
+def convert_to_causal_name(name: str) -> str:
     """Return the causal model's name of a module or tensor of the whole model's language model; others as they are."""
     for pattern, replacement in _NAMES.items():
         if re.match(pattern, name):
@@ -98,14 +98,14 @@ def causal_name(name: str) -> str:
     return name
 
 
-def whole_name(name: str, whole: Path) -> str:
+def convert_to_whole_name(name: str, whole: Path) -> str:
     """Return the name in the model in ``whole`` of a module or tensor of the causal model."""
     part, dot, rest = name.partition(".")
-    return parts_of(whole)[part] + dot + rest
+    return list_part_names(whole)[part] + dot + rest
 
 
 @lru_cache
-def parts_of(whole: Path) -> Mapping[str, str]:
+def list_part_names(whole: Path) -> Mapping[str, str]:
     """Return the names in the model in ``whole`` of the parts of its causal model, its decoder and its head.
 
     Raises:

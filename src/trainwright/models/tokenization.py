@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.data.rows.chat_encoding import ChatEncoder, encode_messages
-from trainwright.data.rows.chat_templates import named_template
-from trainwright.data.rows.texts import SEPARATOR, pieces
+from trainwright.data.rows.chat_templates import read_template
+from trainwright.data.rows.texts import SEPARATOR, iterate_pieces
 from trainwright.data.sources.shards import is_shards
 from trainwright.errors import RequestError
-from trainwright.machine.cache import cache_in_words, cache_root
+from trainwright.machine.cache import explain_cache_errors, find_cache_root
 from trainwright.machine.sharing import build_once
-from trainwright.models.supported import class_in
+from trainwright.models.supported import read_class_name
 from trainwright.recipe.sections.data import SourceSection
 
 if TYPE_CHECKING:
@@ -44,14 +44,14 @@ def _turn(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def token_ids(value: int | list[int] | None) -> list[int]:
+def list_token_ids(value: int | list[int] | None) -> list[int]:
     """Return the ids in a setting that holds one id, several or none."""
     if value is None:
         return []
     return [int(token) for token in value] if isinstance(value, (list, tuple)) else [int(value)]
 
 
-def ending_turns(
+def end_texts_at_turns(
     tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, generation: GenerationConfig | None
 ) -> tuple[PreTrainedTokenizerBase, PretrainedConfig, GenerationConfig | None]:
     """Return copies in which the token that ends a turn in the chat template is the end of a text.
@@ -69,23 +69,27 @@ def ending_turns(
     # If a generation config is marked as derived from the model's config, transformers derives it again.
     values = {key: value for key, value in settings.to_dict().items() if key != "_from_model_config"}
     stopping = GenerationConfig.from_dict(values)
-    earlier = [*token_ids(stopping.eos_token_id), *token_ids(config.eos_token_id), *token_ids(tokenizer.eos_token_id)]
+    earlier = [
+        *list_token_ids(stopping.eos_token_id),
+        *list_token_ids(config.eos_token_id),
+        *list_token_ids(tokenizer.eos_token_id),
+    ]
     stops = list(dict.fromkeys([stop, *earlier]))
     stopping.eos_token_id = stops[0] if len(stops) == 1 else stops
     config = copy.deepcopy(config)
-    if stop not in token_ids(config.eos_token_id):
+    if stop not in list_token_ids(config.eos_token_id):
         config.eos_token_id = stop
     if tokenizer.eos_token_id != stop:
         tokenizer = copy.deepcopy(tokenizer)
-        tokenizer.chat_template = _with_eos_token(tokenizer.chat_template, tokenizer.eos_token or "")
+        tokenizer.chat_template = _fill_eos_token(tokenizer.chat_template, tokenizer.eos_token or "")
         tokenizer.eos_token = tokenizer.added_tokens_decoder[stop]
     return tokenizer, config, stopping
 
 
-def _with_eos_token(template: Any, token: str) -> Any:
+def _fill_eos_token(template: Any, token: str) -> Any:
     """Return a chat template, or several by name, in which ``eos_token`` remains ``token``."""
     if isinstance(template, dict):
-        return {name: _with_eos_token(text, token) for name, text in template.items()}
+        return {name: _fill_eos_token(text, token) for name, text in template.items()}
     if not isinstance(template, str) or "eos_token" not in template:
         return template
     # Templates are rendered with trim_blocks, which removes the line end after a block, and nothing else.
@@ -95,7 +99,7 @@ def _with_eos_token(template: Any, token: str) -> Any:
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
-def tokenizer_from(directory: Path, key: str) -> PreTrainedTokenizerBase:
+def load_tokenizer_from(directory: Path, key: str) -> PreTrainedTokenizerBase:
     """Return the tokenizer in ``directory``; raise RequestError, naming the recipe key ``key``, if it fails."""
     from transformers import AutoTokenizer
 
@@ -104,7 +108,7 @@ def tokenizer_from(directory: Path, key: str) -> PreTrainedTokenizerBase:
         pickles = ", ".join(sorted(file.name for file in directory.glob("*.pkl")))
         why = f"; its tokenizer is a pickle ({pickles}), which can run any code when loaded" if pickles else ""
         raise RequestError(f"{key}: {directory} has no tokenizer ({', '.join(TOKENIZER_FILES)}){why}{hint}")
-    if class_in(directory) is not None:
+    if read_class_name(directory) is not None:
         from trainwright.models.own_module import register
 
         register()  # transformers also reads the configuration
@@ -144,7 +148,7 @@ def is_trained(name: str) -> bool:
     return name == "characters" or name.startswith(("characters:", "bpe:"))
 
 
-def trained_tokenizer(name: str) -> PreTrainedTokenizerFast:
+def load_trained_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """Return the tokenizer ``characters:SOURCE`` or ``bpe:SIZE:SOURCE``, from the cache or newly built.
 
     Raises:
@@ -153,12 +157,12 @@ def trained_tokenizer(name: str) -> PreTrainedTokenizerFast:
     """
     from transformers import PreTrainedTokenizerFast
 
-    from trainwright.data.sources.key import file_states
+    from trainwright.data.sources.key import read_file_states
 
     key = "model.tokenizer"
-    size, source = _parsed(name, key)
-    seen = json.dumps([_VERSION, size, file_states(source, key)], default=str)
-    directory = cache_root() / "tokenizers" / hashlib.sha256(seen.encode()).hexdigest()[:32]
+    size, source = _parse_name(name, key)
+    seen = json.dumps([_VERSION, size, read_file_states(source, key)], default=str)
+    directory = find_cache_root() / "tokenizers" / hashlib.sha256(seen.encode()).hexdigest()[:32]
 
     def find() -> PreTrainedTokenizerFast | None:
         if not (directory / "tokenizer.json").exists():
@@ -166,7 +170,7 @@ def trained_tokenizer(name: str) -> PreTrainedTokenizerFast:
         tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
         return tokenizer
 
-    with cache_in_words(directory):
+    with explain_cache_errors(directory):
         tokenizer = build_once(
             directory, find, lambda path: make_tokenizer([(source, key)], size).save_pretrained(path)
         )
@@ -180,11 +184,11 @@ def make_tokenizer(sources: Iterable[tuple[SourceSection, str]], size: int | Non
     Args:
         sources: pairs of a source and the key that names it in messages.
     """
-    texts = (piece.text for source, key in sources for piece in pieces(source, key))
-    return _characters(texts) if size is None else _bpe(texts, size)
+    texts = (piece.text for source, key in sources for piece in iterate_pieces(source, key))
+    return _build_character_tokenizer(texts) if size is None else _train_bpe(texts, size)
 
 
-def _parsed(name: str, key: str) -> tuple[int | None, SourceSection]:
+def _parse_name(name: str, key: str) -> tuple[int | None, SourceSection]:
     kind, _, rest = name.partition(":")
     size: int | None = None
     if kind == "bpe":
@@ -201,7 +205,7 @@ def _parsed(name: str, key: str) -> tuple[int | None, SourceSection]:
     return size, SourceSection(source=rest)
 
 
-def _characters(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+def _build_character_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """Return a tokenizer whose only tokens are the characters of the texts, sorted by code point."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
@@ -215,7 +219,7 @@ def _characters(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, characters=True)
 
 
-def _bpe(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
+def _train_bpe(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
     """Return a BPE tokenizer with the word pattern and the end-of-text token of GPT-2."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -240,7 +244,7 @@ START_TOKEN = "<|im_start|>"
 END_TOKEN = "<|im_end|>"
 
 
-def bytes_tokenizer() -> PreTrainedTokenizerFast:
+def build_bytes_tokenizer() -> PreTrainedTokenizerFast:
     """Build the byte-level tokenizer: ids 0-255 are bytes, 256 is padding, 257 and 258 open and close a turn.
 
     The length is 259. ``<|im_end|>`` is the end-of-sequence token; there is no beginning-of-sequence token and no
@@ -261,7 +265,7 @@ def bytes_tokenizer() -> PreTrainedTokenizerFast:
         pad_token=PAD_TOKEN,
         eos_token=END_TOKEN,
         additional_special_tokens=[START_TOKEN],
-        chat_template=named_template("chatml"),
+        chat_template=read_template("chatml"),
         clean_up_tokenization_spaces=False,
     )
     tokenizer.name_or_path = "bytes"  # for messages; it is not saved

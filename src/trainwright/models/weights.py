@@ -20,8 +20,8 @@ from torch import nn
 
 from trainwright.errors import RequestError
 from trainwright.machine.allocator import return_freed_memory
-from trainwright.models.configuration import NOT_MADE, config_from, making
-from trainwright.models.files import has_conversions, skeleton
+from trainwright.models.configuration import NOT_MADE, convert_creation_errors, read_config
+from trainwright.models.files import build_skeleton, has_conversions
 from trainwright.models.load import UNUSED_TENSORS, finish_loading, load_config, load_model
 from trainwright.models.resolve_model import resolve, weight_files
 from trainwright.parallel.layout import Shard
@@ -75,13 +75,13 @@ def load_empty(
     from transformers import GenerationConfig
 
     config = load_config(model, tokenizer)
-    empty = empty_model(config)
+    empty = build_empty_model(config)
     weights = TensorWeights(lambda: load_model(model, torch.float32, seed, tokenizer), empty, prefix)
     directory = resolve(model).directory
     if directory is None:
         return finish_loading(empty, model, config), weights
-    files = _tensors(directory)
-    stored = skeleton(config_from(directory, model)) if model.implementation == "gpt" else empty
+    files = _list_tensors(directory)
+    stored = build_skeleton(read_config(directory, model)) if model.implementation == "gpt" else empty
     if (stored.all_tied_weights_keys or {}).keys() & files.keys():
         return None  # tied weights are stored twice, and may differ
     if model.implementation == "gpt":
@@ -92,7 +92,7 @@ def load_empty(
         except (OSError, *NOT_MADE) as error:
             raise RequestError(f"model.name: {directory}/generation_config.json cannot be used: {error}") from error
     finish_loading(empty, model, config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in _stored(empty)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in _iterate_stored(empty)}
     as_they_are = all(name in files and files[name][1] == shape for name, shape in shapes.items())
     if has_conversions(empty) or not as_they_are:
         return empty, weights
@@ -101,17 +101,17 @@ def load_empty(
     return empty, FileWeights({name: files[name][0] for name in shapes}, prefix)
 
 
-def empty_model(config: PretrainedConfig) -> PreTrainedModel:
+def build_empty_model(config: PretrainedConfig) -> PreTrainedModel:
     """Return a causal model in fp32 with its parameters on the meta device and its buffers on the CPU."""
     from transformers import AutoModelForCausalLM
 
-    with making(config), _parameters_on_meta():
+    with convert_creation_errors(config), _create_parameters_on_meta():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def _create_parameters_on_meta() -> Iterator[None]:
     """Create modules without memory for their parameters within the context; buffers are created as usual."""
     register = nn.Module.register_parameter
 
@@ -176,7 +176,7 @@ class TensorWeights:
     def __init__(self, load: Callable[[], nn.Module], empty: nn.Module, prefix: str) -> None:
         self._load = load
         self._prefix = prefix
-        self._expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in _stored(empty)}
+        self._expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in _iterate_stored(empty)}
         self._tensors: dict[str, torch.Tensor] = {}
         self._sent = 0
 
@@ -185,7 +185,7 @@ class TensorWeights:
         if rank != 0:
             return
         model = self._load()
-        self._tensors = dict(_stored(model))
+        self._tensors = dict(_iterate_stored(model))
         shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in self._tensors.items()}
         assert shapes == self._expected, "the weights make the model of their configuration"
         for parameter in model.parameters():  # the model may live on until garbage collection
@@ -200,9 +200,9 @@ class TensorWeights:
             assert own is not None
             block.local.copy_(own)
             return
-        local, begin = block.local.view(-1), block.offset[0] * _width(block.shape) if block.shape else 0
+        local, begin = block.local.view(-1), block.offset[0] * _count_row_elements(block.shape) if block.shape else 0
         flat = None if own is None else own.reshape(-1)
-        for sent, first in _sent(flat, block.shape, self._expected[name][1], world):
+        for sent, first in _iterate_sent_parts(flat, block.shape, self._expected[name][1], world):
             low, high = max(first, begin), min(first + len(sent), begin + len(local))
             if low < high:
                 local[low - begin : high - begin].copy_(sent[low - first : high - first])
@@ -219,7 +219,7 @@ class TensorWeights:
         return None
 
 
-def _sent(
+def _iterate_sent_parts(
     flat: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, world: World
 ) -> Iterator[tuple[torch.Tensor, int]]:
     """Yield the elements of rank 0's tensor in bounded parts, each with its first element's index, on every rank."""
@@ -233,18 +233,18 @@ def _sent(
         yield part, first
 
 
-def _width(shape: tuple[int, ...]) -> int:
+def _count_row_elements(shape: tuple[int, ...]) -> int:
     return torch.Size(shape[1:]).numel()
 
 
-def _stored(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _iterate_stored(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``(name, tensor)`` of the parameters, shared ones once, and of the buffers that are saved with them."""
     yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
     saved = model.state_dict(keep_vars=True).keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
-def _tensors(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
+def _list_tensors(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
     """Return the file and shape of every tensor in a model directory."""
     from safetensors import safe_open
 

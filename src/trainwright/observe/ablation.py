@@ -24,19 +24,19 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainwright.api.recipe import Recipe, source_of, stem_of
+from trainwright.api.recipe import Recipe, choose_stem, extract_source
 from trainwright.api.run import stop
 from trainwright.api.training import resume, train
-from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError, Stopped, TrainingError, error_of
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, RequestError, Stopped, TrainingError, build_error
 from trainwright.machine.detect import detect
-from trainwright.recipe.extensions import inherited_environment
+from trainwright.recipe.extensions import build_child_environment
 from trainwright.run.group.environment import refuse_worker
-from trainwright.run.program import passing_on, started
-from trainwright.run.run_directory import override_of
+from trainwright.run.program import pass_on_signals, start_program
+from trainwright.run.run_directory import format_directory_override
 from trainwright.utils.activity import Activity
-from trainwright.utils.paths import user_path, write_file
-from trainwright.utils.text import metric as shown
-from trainwright.utils.text import metric_name, say, table
+from trainwright.utils.paths import expand_user_path, write_file
+from trainwright.utils.text import format_metric as shown
+from trainwright.utils.text import format_metric_name, format_table, say
 
 if TYPE_CHECKING:
     from trainwright.recipe import schema
@@ -75,35 +75,35 @@ class Variant:
         return [f"{key}={value}" for key, value in self.changes]
 
 
-def one_at_a_time(over: Mapping[str, Sequence[Any]]) -> list[Variant]:
+def vary_one_at_a_time(over: Mapping[str, Sequence[Any]]) -> list[Variant]:
     """Return the recipe as it is, and each value of each key."""
-    return [Variant(), *(Variant(((key, value),)) for key, values in _texts(over).items() for value in values)]
+    return [Variant(), *(Variant(((key, value),)) for key, values in _format_values(over).items() for value in values)]
 
 
-def grid(over: Mapping[str, Sequence[Any]]) -> list[Variant]:
+def list_combinations(over: Mapping[str, Sequence[Any]]) -> list[Variant]:
     """Return all combinations of the values."""
-    texts = _texts(over)
+    texts = _format_values(over)
     return [Variant(tuple(zip(texts, values, strict=True))) for values in itertools.product(*texts.values())]
 
 
-def sample(over: Mapping[str, Sequence[Any]], number: int, seed: int) -> list[Variant]:
+def sample_variants(over: Mapping[str, Sequence[Any]], number: int, seed: int) -> list[Variant]:
     """Return different random combinations; all of them if there are no more than ``number``.
 
     A value ``LOW..HIGH`` is a range to draw from, by its logarithm if its ends differ by a factor of 10 or more.
     """
-    texts, draw = _texts(over, ranges=True), random.Random(seed)
+    texts, draw = _format_values(over, ranges=True), random.Random(seed)
     if not any(_RANGE.fullmatch(value) for values in texts.values() for value in values):
-        every = grid(over)
+        every = list_combinations(over)
         return every if len(every) <= number else draw.sample(every, number)
     variants: dict[Variant, None] = {}
     for _ in range(number * _DRAWS):
-        variants[Variant(tuple((key, _drawn(draw.choice(values), draw)) for key, values in texts.items()))] = None
+        variants[Variant(tuple((key, _draw_value(draw.choice(values), draw)) for key, values in texts.items()))] = None
         if len(variants) == number:
             break
     return list(variants)
 
 
-def _drawn(value: str, draw: random.Random) -> str:
+def _draw_value(value: str, draw: random.Random) -> str:
     if (ends := _RANGE.fullmatch(value)) is None:
         return value
     low, high = (float(end) for end in ends.groups())
@@ -115,7 +115,7 @@ def _drawn(value: str, draw: random.Random) -> str:
     return str(round(number)) if is_whole else f"{number:.4g}"
 
 
-def _texts(over: Mapping[str, Sequence[Any]], *, ranges: bool = False) -> dict[str, list[str]]:
+def _format_values(over: Mapping[str, Sequence[Any]], *, ranges: bool = False) -> dict[str, list[str]]:
     """Return the values of every key in YAML; texts are YAML already. Raises RequestError for a wrong range."""
     texts = {key: [v if isinstance(v, str) else json.dumps(v) for v in values] for key, values in over.items()}
     for key, values in texts.items():
@@ -133,7 +133,7 @@ def _texts(over: Mapping[str, Sequence[Any]], *, ranges: bool = False) -> dict[s
     return texts
 
 
-def runs_of(recipes: Mapping[Variant, schema.RecipeSchema]) -> dict[Variant, Variant]:
+def find_shared_runs(recipes: Mapping[Variant, schema.RecipeSchema]) -> dict[Variant, Variant]:
     """Return for each variant the one whose run it shares: the first with the same values, however they are written.
 
     Raises:
@@ -196,17 +196,17 @@ class SuccessiveHalving:
     def best(self, values: Mapping[Variant, float]) -> list[Variant]:
         """Return the variants that continue, in their order. Values that are not finite are the worst."""
         count = -(-len(values) // self.factor)
-        ordered = sorted(values, key=lambda v: _order(values[v], self.highest))
+        ordered = sorted(values, key=lambda v: _compute_sort_key(values[v], self.highest))
         return [variant for variant in values if variant in ordered[:count]]
 
 
-def _order(value: float, highest: bool) -> float:
+def _compute_sort_key(value: float, highest: bool) -> float:
     if value - value != 0:
         return float("inf")
     return -value if highest else value
 
 
-def metrics_at(run: Path, step: int | None = None) -> tuple[int, dict[str, float]]:
+def read_metrics(run: Path, step: int | None = None) -> tuple[int, dict[str, float]]:
     """Return the last evaluation of a run, or that at a step, with its step; no metrics without one."""
     from trainwright.engine.event_reader import read_events
 
@@ -244,7 +244,7 @@ class VariantRuns:
             TrainwrightError: of the first run that does not finish.
         """
         self._check()
-        slots = self._slots()
+        slots = self._list_slots()
         variants = list(self.recipes)
         for rung in (None,) if halving is None else halving.rungs:
             last = halving is None or rung == halving.rungs[-1]
@@ -268,7 +268,7 @@ class VariantRuns:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_file(file, dump_recipe(recipe))
 
-    def _slots(self) -> list[dict[str, str]]:
+    def _list_slots(self) -> list[dict[str, str]]:
         """Return for each run at a time the environment variables with its share of the devices."""
         machine = detect()
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(machine.gpus))))).split(",")
@@ -290,13 +290,13 @@ class VariantRuns:
         remaining = [variant for variant in variants if not self._is_done(variant, rung)]
         if len(slots) == 1 or len(remaining) < 2:
             for variant in remaining:
-                self._say(self._heading(variant, rung))
+                self._say(self._format_heading(variant, rung))
                 self._train_here(variant, rung)
             return
         free: SimpleQueue[dict[str, str]] = SimpleQueue()
         for slot in slots:
             free.put(slot)
-        with passing_on() as (programs, requested), ThreadPoolExecutor(len(slots)) as pool:
+        with pass_on_signals() as (programs, requested), ThreadPoolExecutor(len(slots)) as pool:
 
             def train_beside(variant: Variant) -> None:
                 slot = free.get()
@@ -312,56 +312,56 @@ class VariantRuns:
                 raise Stopped("stopped; the same command continues")
 
     def _is_done(self, variant: Variant, rung: int | None) -> bool:
-        from trainwright.engine.event_reader import status_of
+        from trainwright.engine.event_reader import read_status
 
         run = self.directory / variant.name
-        if (run / "final").is_dir() and status_of(run) == "finished":
+        if (run / "final").is_dir() and read_status(run) == "finished":
             self._say(f"{run} is already finished")
             return True
-        return rung is not None and bool(metrics_at(run, rung)[1])
+        return rung is not None and bool(read_metrics(run, rung)[1])
 
     def _train_here(self, variant: Variant, rung: int | None) -> None:
-        run, until = self.directory / variant.name, _until(rung)
+        run, until = self.directory / variant.name, _format_until(rung)
         try:
-            with _stopped_without(self.metric, run), redirect_stdout(sys.stderr):
+            with _stop_without_metric(self.metric, run), redirect_stdout(sys.stderr):
                 if (run / "recipe.yaml").is_file():
                     resume(run, progress=self.progress, until=until)
                 else:
-                    words = [*self.overrides, *variant.overrides, override_of(run)]
+                    words = [*self.overrides, *variant.overrides, format_directory_override(run)]
                     train(self.recipe, *words, progress=self.progress, until=until)
         except Stopped:
-            if rung is None or not metrics_at(run, rung)[1]:  # a user has stopped it
+            if rung is None or not read_metrics(run, rung)[1]:  # a user has stopped it
                 raise
 
     def _train_beside(
         self, variant: Variant, rung: int | None, slot: Mapping[str, str], programs: list[subprocess.Popen[Any]]
     ) -> None:
         """Train a variant in a process of its own, whose output goes to a file."""
-        run, until = self.directory / variant.name, _until(rung)
+        run, until = self.directory / variant.name, _format_until(rung)
         log = self.directory / _ASKED / f"{variant.name}.log"
         file = self.directory / _ASKED / f"{variant.name}.yaml"
-        words = [str(file), *self.overrides, override_of(run)]
+        words = [str(file), *self.overrides, format_directory_override(run)]
         words = ["--resume", str(run)] if (run / "recipe.yaml").is_file() else words
         limit = [] if until is None else ["--until", until]
         command = [sys.executable, "-P", "-m", "trainwright", "train", *words, *limit]
-        self._say(f"{self._heading(variant, rung)}: {log}")
+        self._say(f"{self._format_heading(variant, rung)}: {log}")
         with log.open("ab") as output:
-            process = started(command, stdout=output, stderr=output, env={**inherited_environment(), **slot})
+            process = start_program(command, stdout=output, stderr=output, env={**build_child_environment(), **slot})
             programs.append(process)
-            with _stopped_without(self.metric, run):
+            with _stop_without_metric(self.metric, run):
                 code = process.wait()
             programs.remove(process)
-        if code == EXIT_FINISHED or (code == EXIT_STOPPED and rung is not None and metrics_at(run, rung)[1]):
+        if code == EXIT_FINISHED or (code == EXIT_STOPPED and rung is not None and read_metrics(run, rung)[1]):
             return
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
-        raise error_of(code if code > 0 else 128 - code, f"{variant.name} has failed: {lines[-1]}; see {log}")
+        raise build_error(code if code > 0 else 128 - code, f"{variant.name} has failed: {lines[-1]}; see {log}")
 
     def _value(self, variant: Variant, rung: int, metric: str) -> float:
-        metrics = metrics_at(self.directory / variant.name, rung)[1]
+        metrics = read_metrics(self.directory / variant.name, rung)[1]
         check_measured(metric, metrics)
         return metrics[metric]
 
-    def _heading(self, variant: Variant, rung: int | None) -> str:
+    def _format_heading(self, variant: Variant, rung: int | None) -> str:
         position = list(self.recipes).index(variant) + 1
         to = "" if rung is None else f" to step {rung}"
         return f"[{position}/{len(self.recipes)}] {' '.join(variant.overrides) or 'unchanged'}{to}"
@@ -378,13 +378,13 @@ def check_measured(metric: str, names: Collection[str]) -> None:
 
 
 @contextmanager
-def _stopped_without(metric: str | None, run: Path) -> Iterator[None]:
+def _stop_without_metric(metric: str | None, run: Path) -> Iterator[None]:
     """Stop a run after its first evaluation if that has no ``metric``, and raise RequestError then."""
     ended, measured = Event(), list[str]()
 
     def watch() -> None:
         while not measured and not ended.wait(_LOOK_SECONDS):
-            measured.extend(metrics_at(run)[1])
+            measured.extend(read_metrics(run)[1])
         if measured and metric not in measured:
             with suppress(RequestError):  # it has ended
                 stop(run)
@@ -398,10 +398,10 @@ def _stopped_without(metric: str | None, run: Path) -> Iterator[None]:
         ended.set()
         if metric is not None:
             watcher.join()
-            check_measured(metric, measured or metrics_at(run)[1])
+            check_measured(metric, measured or read_metrics(run)[1])
 
 
-def _until(rung: int | None) -> str | None:
+def _format_until(rung: int | None) -> str | None:
     return None if rung is None else f"step {rung}"
 
 
@@ -440,13 +440,13 @@ class Ablation:
     def __str__(self) -> str:
         names = list(dict.fromkeys(name for row in self.rows for name in row["metrics"]))
         steps = len({row["step"] for row in self.rows}) > 1
-        rows = [["", *(["step"] if steps else []), *(metric_name(name) for name in names)]]
+        rows = [["", *(["step"] if steps else []), *(format_metric_name(name) for name in names)]]
         notes = [""]
         for row in self.rows:
             cells = [f"{row['metrics'][name]:.4f}" if name in row["metrics"] else "-" for name in names]
             rows.append([row["name"], *([str(row["step"])] if steps else []), *cells])
             notes.append("" if row["run"] == row["name"] else f"  the run {row['run']}")
-        texts = [line + note for line, note in zip(table(rows, numbers=True), notes, strict=True)]
+        texts = [line + note for line, note in zip(format_table(rows, numbers=True), notes, strict=True)]
         if self.metric is None:
             return "\n".join(texts)
         best = self.best
@@ -507,8 +507,12 @@ def ablate(
     from trainwright.recipe.loading import load_recipe
 
     refuse_worker("ablate")
-    source = source_of(recipe)
-    choose = {"one at a time": one_at_a_time, "grid": grid, "sample": lambda keys: sample(keys, number, seed)}
+    source = extract_source(recipe)
+    choose = {
+        "one at a time": vary_one_at_a_time,
+        "grid": list_combinations,
+        "sample": lambda keys: sample_variants(keys, number, seed),
+    }
     # Read every recipe before the first of them is trained.
     recipes = {each: load_recipe(source, [*overrides, *each.overrides]) for each in choose[combine](over)}
     if any(not each.validates for each in recipes.values()):
@@ -519,8 +523,8 @@ def ablate(
         highest = metric is not None and not is_lower_better(metric)
     if metric is None and halving is not None:
         raise RequestError("--halving: the loss does not show which runs to continue; name a metric with --metric")
-    runs = runs_of(recipes)
-    directory = user_path(out or Path("runs") / f"{stem_of(source)}-sweep")
+    runs = find_shared_runs(recipes)
+    directory = expand_user_path(out or Path("runs") / f"{choose_stem(source)}-sweep")
     distinct = {variant: recipes[variant] for variant in dict.fromkeys(runs.values())}
     rungs = None if halving is None or metric is None else SuccessiveHalving.of(halving, distinct, metric, highest)
     if progress:
@@ -530,15 +534,15 @@ def ablate(
     all_overrides = [*overrides, *([] if rungs is None else rungs.overrides)]
     VariantRuns(recipe, all_overrides, directory, distinct, metric, jobs, progress).train(rungs)
     with Activity(sys.stderr if progress else None, "comparing the runs"):
-        rows = tuple(_row(variant, run, directory) for variant, run in runs.items())
+        rows = tuple(_build_row(variant, run, directory) for variant, run in runs.items())
         ablation = Ablation(directory, rows, metric, highest)
         write_file(directory / TABLE, json.dumps(rows, indent=2) + "\n")
         _write_page(ablation)
     return ablation
 
 
-def _row(variant: Variant, run: Variant, directory: Path) -> dict[str, Any]:
-    step, metrics = metrics_at(directory / run.name)
+def _build_row(variant: Variant, run: Variant, directory: Path) -> dict[str, Any]:
+    step, metrics = read_metrics(directory / run.name)
     if not metrics:
         raise TrainingError(f"{directory / run.name}: no metrics to compare; set data.validation")
     changes = dict(variant.changes)
@@ -551,11 +555,12 @@ def _write_page(ablation: Ablation) -> None:
         return
     with suppress(RequestError):
         write_file(
-            ablation.directory / PAGE, _page(ablation.directory, ablation.rows, ablation.metric, ablation.best["name"])
+            ablation.directory / PAGE,
+            _build_page(ablation.directory, ablation.rows, ablation.metric, ablation.best["name"]),
         )
 
 
-def _page(directory: Path, rows: Sequence[Mapping[str, Any]], metric: str, best: str) -> str:
+def _build_page(directory: Path, rows: Sequence[Mapping[str, Any]], metric: str, best: str) -> str:
     """Return the runs of an ablation in a table, a chart of the metric for each key, and all curves.
 
     Raises RequestError if the script of charts is missing.
@@ -566,30 +571,35 @@ def _page(directory: Path, rows: Sequence[Mapping[str, Any]], metric: str, best:
         metric: what the runs are compared by.
         best: the name of the best row.
     """
-    from trainwright.observe.reports.charts import curve_charts, point_chart
+    from trainwright.observe.reports.charts import build_curve_charts, build_point_chart
     from trainwright.observe.reports.figures import RunFigures
-    from trainwright.observe.reports.page import CURVE_MENU, Page, escaped, section, table
+    from trainwright.observe.reports.page import CURVE_MENU, Page, format_section, format_table, to_html
 
     page = Page("Ablation - Trainwright")
-    page.add(f"<header><h1>Ablation</h1><p>Best by {escaped(metric)}: <b>{escaped(best)}</b></p></header>")
+    page.add(f"<header><h1>Ablation</h1><p>Best by {to_html(metric)}: <b>{to_html(best)}</b></p></header>")
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     cells = [
         [row["name"], row["run"], row["step"], *(shown(row["metrics"].get(name, "")) for name in names)] for row in rows
     ]
-    page.add(section("Runs", table(["", "Run", "Step", *(metric_name(name) for name in names)], cells)))
+    page.add(
+        format_section("Runs", format_table(["", "Run", "Step", *(format_metric_name(name) for name in names)], cells))
+    )
     keys = dict.fromkeys(key for row in rows for key in row["changes"])
     page.add(
-        section(f"{metric} by key", page.charts([point_chart(key, metric, _points(rows, key, metric)) for key in keys]))
+        format_section(
+            f"{metric} by key",
+            page.add_charts([build_point_chart(key, metric, _build_points(rows, key, metric)) for key in keys]),
+        )
     )
     runs = [RunFigures.read(directory / name) for name in dict.fromkeys(row["run"] for row in rows)]
-    page.add(section("Curves", CURVE_MENU, page.charts(curve_charts(runs))))
+    page.add(format_section("Curves", CURVE_MENU, page.add_charts(build_curve_charts(runs))))
     return page.render()
 
 
-def _points(rows: Sequence[Mapping[str, Any]], key: str, metric: str) -> list[dict[str, Any]]:
+def _build_points(rows: Sequence[Mapping[str, Any]], key: str, metric: str) -> list[dict[str, Any]]:
     """Return a point for each row that changes the key, as a number where all values are numbers."""
     measured = [row for row in rows if key in row["changes"] and metric in row["metrics"]]
-    numbers = [_number(row["changes"][key]) for row in measured]
+    numbers = [_parse_number(row["changes"][key]) for row in measured]
     values = numbers if None not in numbers else [row["changes"][key] for row in measured]
     return [
         {"place": value, "value": row["metrics"][metric], "run": row["name"], "steps": f"step {row['step']}"}
@@ -597,7 +607,7 @@ def _points(rows: Sequence[Mapping[str, Any]], key: str, metric: str) -> list[di
     ]
 
 
-def _number(value: str) -> float | None:
+def _parse_number(value: str) -> float | None:
     try:
         return float(value)
     except ValueError:

@@ -18,7 +18,7 @@ from trainwright.cli.command import command
 from trainwright.cli.recipe import Overrides, RecipeFile
 from trainwright.errors import MachineError, RequestError
 from trainwright.utils.paths import run_path
-from trainwright.utils.text import clear, is_terminal, say, table_width
+from trainwright.utils.text import choose_table_width, clear, is_terminal, say
 
 
 def runs(
@@ -39,7 +39,7 @@ def runs(
     steps that count, of all time since the run began. On a narrow terminal the last columns are left out.
     """
     import trainwright as tw
-    from trainwright.observe.runs import table
+    from trainwright.observe.runs import format_runs
 
     summaries = tw.runs(directory, status=status, task=task, name=name, sort=sort)
     if as_json:
@@ -48,7 +48,7 @@ def runs(
     if not summaries:
         say(f"no such runs under {directory}")
         return
-    for line in table(summaries, table_width(sys.stdout)):
+    for line in format_runs(summaries, choose_table_width(sys.stdout)):
         say(line, wrap=False)
 
 
@@ -78,7 +78,7 @@ def compare(
     import trainwright as tw
 
     comparison = tw.compare(*runs, out=out)
-    for line in comparison.lines(table_width(sys.stdout)):
+    for line in comparison.lines(choose_table_width(sys.stdout)):
         say(line, wrap=False)
     if comparison.page is not None:
         say(f"written: {comparison.page}")
@@ -122,29 +122,29 @@ def gpus(
     Ends with 0, or 3: there is a GPU that cannot be used.
     """
     from trainwright.machine.accelerators import refuse_unusable
-    from trainwright.machine.counters import all_gpus
+    from trainwright.machine.counters import read_all_gpus
     from trainwright.machine.detect import detect
-    from trainwright.observe.gpus import MachineUse, machine_use
+    from trainwright.observe.gpus import MachineUse, measure_machine_use
 
     if seconds is not None and not watch:
         raise RequestError(f"{seconds:g}: a time between tables needs --watch; add it, or leave the time out")
     interval = _SAMPLE_SECONDS
     with suppress(KeyboardInterrupt):
         if not watch and not as_json:  # the GPUs are shown while the processes are measured
-            first = MachineUse(all_gpus(), ())
-            for line in first.gpu_lines(width := table_width(sys.stdout)):
+            first = MachineUse(read_all_gpus(), ())
+            for line in first.format_gpu_lines(width := choose_table_width(sys.stdout)):
                 say(line)
-            for line in machine_use(interval, first.gpus).process_lines(width):
+            for line in measure_machine_use(interval, first.gpus).format_process_lines(width):
                 say(line)
         while watch or as_json:
-            use = machine_use(interval)
+            use = measure_machine_use(interval)
             if as_json:
                 say(json.dumps(use.values(), indent=None if watch else 1), wrap=False)
             else:
                 if is_terminal(sys.stdout):
                     clear(sys.stdout)
-                width = table_width(sys.stdout)
-                for line in (*use.gpu_lines(width), *use.process_lines(width)):
+                width = choose_table_width(sys.stdout)
+                for line in (*use.format_gpu_lines(width), *use.format_process_lines(width)):
                     say(line)
             if not watch:
                 break
@@ -189,15 +189,15 @@ def _serve_tensorboard(directory: Path, command: Sequence[str] | None, port: int
         RequestError: there is no such directory or program.
         MachineError: the port is taken, or TensorBoard fails.
     """
-    from trainwright.run.program import run_program, started
+    from trainwright.run.program import run_program, start_program
 
     if command is None and not directory.is_dir():
         raise RequestError(
             f"RUNS: {directory} is not a directory; pass the runs/ directory of the working directory of training"
         )
-    port = _free(port)
+    port = _find_free_port(port)
     at = ("--host", _HOST, "--port", str(port))
-    server = started(
+    server = start_program(
         [sys.executable, "-P", "-m", "tensorboard.main", "--logdir", str(directory), *at],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -233,7 +233,7 @@ def _wait(server: subprocess.Popen[bytes]) -> int:
     return 0
 
 
-def _free(port: int) -> int:
+def _find_free_port(port: int) -> int:
     """Return a port that is currently free: ``port``, or any for 0."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -296,7 +296,7 @@ def ablate(
     ablation = tw.ablate(
         recipe,
         *(overrides or []),
-        over=_values(over or []),
+        over=_parse_values(over or []),
         combine="sample" if number is not None else "one at a time" if combinations is False else "grid",
         number=number or 1,
         seed=seed,
@@ -310,7 +310,7 @@ def ablate(
     say(f"{ablation}\n\n{ablation.directory}/")
 
 
-def _values(over: Sequence[str]) -> dict[str, list[str]]:
+def _parse_values(over: Sequence[str]) -> dict[str, list[str]]:
     """Return the values of every key."""
     if not over:
         raise RequestError("--over: pass a key and its values, such as --over train.seed=0,1,2")

@@ -19,9 +19,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainwright.engine.event_reader import EventRecord, history_of, lost_between, part_of, resumed_step
+from trainwright.engine.event_reader import (
+    EventRecord,
+    find_curve_part,
+    find_resumed_step,
+    has_lost_steps,
+    select_history,
+)
 from trainwright.engine.events import LONGEST_LINE, parse_event
-from trainwright.machine.cache import cache_root, try_write
+from trainwright.machine.cache import find_cache_root, try_write
 from trainwright.utils.paths import open_inside
 
 EVENTS = "events.jsonl"
@@ -60,7 +66,7 @@ class Curves:
         """Add a ``step`` event; ``seconds``: of training up to it; ``after_loss``: steps before it are missing."""
         if after_loss and len(self.breaks) < _MOST_BREAKS:
             self.breaks.append(int(event["step"]))
-        row = (float(event["step"]), _number(event.get("tokens")), seconds)
+        row = (float(event["step"]), _convert_number(event.get("tokens")), seconds)
         opens = not self._counts or self._counts[-1] >= self._width
         if opens and len(self._counts) >= 2 * _BUCKETS:
             self._halve()
@@ -76,7 +82,7 @@ class Curves:
         for name in self._names:
             value = event.get(name)
             if type(value) is not float:  # called for every step of every run: without a function where it need not be
-                value = _number(value)
+                value = _convert_number(value)
             if name not in self.values:
                 self._begin(name)
             mean, low, high = self.values[name]
@@ -101,7 +107,7 @@ class Curves:
         for columns in self.values.values():
             for column in columns:
                 del column[len(at) :]
-        del self.breaks[part_of(self.breaks, step) :]
+        del self.breaks[find_curve_part(self.breaks, step) :]
         return self.positions["seconds"][-1] if at else 0.0
 
     def points(self, name: str, by: str, limit: int) -> list[list[float | None]]:
@@ -115,12 +121,15 @@ class Curves:
         groups = [range(first, min(first + step, size)) for first in range(0, size, step)]
         counts = self._counts
         columns = [
-            [_finite(at[group[-1]]) for group in groups],
-            [_finite(sum(mean[i] * counts[i] for i in group) / sum(counts[i] for i in group)) for group in groups],
-            [_finite(min(low[i] for i in group)) for group in groups],
-            [_finite(max(high[i] for i in group)) for group in groups],
+            [_drop_infinite(at[group[-1]]) for group in groups],
+            [
+                _drop_infinite(sum(mean[i] * counts[i] for i in group) / sum(counts[i] for i in group))
+                for group in groups
+            ],
+            [_drop_infinite(min(low[i] for i in group)) for group in groups],
+            [_drop_infinite(max(high[i] for i in group)) for group in groups],
         ]
-        parts = [part_of(self.breaks, int(self.positions["step"][group[-1]])) for group in groups]
+        parts = [find_curve_part(self.breaks, int(self.positions["step"][group[-1]])) for group in groups]
         for index in reversed(range(1, len(groups))):
             if parts[index] != parts[index - 1]:
                 for column in columns:
@@ -128,7 +137,7 @@ class Curves:
         return columns
 
     def state(self) -> dict[str, Any]:
-        """Return everything, for ``restored``."""
+        """Return everything, for ``from_state``."""
         return {
             "names": self._names,
             "positions": {name: column.tolist() for name, column in self.positions.items()},
@@ -139,7 +148,7 @@ class Curves:
         }
 
     @classmethod
-    def restored(cls, state: Mapping[str, Any]) -> Curves:
+    def from_state(cls, state: Mapping[str, Any]) -> Curves:
         """Return the curves of a ``state``."""
         curves = cls(state["names"])
         curves.positions = {name: array("d", column) for name, column in state["positions"].items()}
@@ -213,9 +222,9 @@ class RunFollower:
 
     def look(self) -> bool:
         """Read what is new; return whether there was something. Raises OSError if the file cannot be read."""
-        return sum(self.looks()) > 0
+        return sum(self.read_in_parts()) > 0
 
-    def looks(self) -> Iterator[int]:
+    def read_in_parts(self) -> Iterator[int]:
         """Read what is new; yield the bytes of each part, so that the caller can do something else in between."""
         with open_inside(self.directory, EVENTS) as file:
             status = os.fstat(file.fileno())
@@ -236,7 +245,7 @@ class RunFollower:
                 yield len(part)
 
     @classmethod
-    def glanced(cls, directory: Path) -> RunFollower:
+    def from_glance(cls, directory: Path) -> RunFollower:
         """Return what the first and the last events of a run say: enough for its status while the rest is read.
 
         It has no goodput, and of a long run not all evaluations. Raises OSError if the file cannot be read.
@@ -253,7 +262,7 @@ class RunFollower:
         follower._seconds = math.nan
         return follower
 
-    def unread(self) -> int:
+    def count_unread_bytes(self) -> int:
         """Return how many bytes of the file are still to be read. Raises OSError if it cannot be read."""
         with open_inside(self.directory, EVENTS) as file:
             status = os.fstat(file.fileno())
@@ -265,7 +274,7 @@ class RunFollower:
     def events(self) -> list[EventRecord]:
         """The events that count, without steps."""
         if self._history is None:
-            self._history = history_of(self.everything)
+            self._history = select_history(self.everything)
         return self._history
 
     @property
@@ -279,7 +288,7 @@ class RunFollower:
         return self._offset
 
     def state(self) -> bytes:
-        """Return everything that was read, for ``restored``."""
+        """Return everything that was read, for ``from_state``."""
         state = {
             "format": _FORMAT,
             "fields": {name: getattr(self, name) for name in _FIELDS},
@@ -290,7 +299,7 @@ class RunFollower:
         return json.dumps(state).encode()
 
     @classmethod
-    def restored(cls, directory: Path, state: bytes) -> RunFollower:
+    def from_state(cls, directory: Path, state: bytes) -> RunFollower:
         """Return a follower that goes on from a ``state``.
 
         Raises:
@@ -302,8 +311,8 @@ class RunFollower:
         for name in _FIELDS:
             setattr(follower, name, read["fields"][name])
         follower._rest, follower._history = read["rest"].encode("latin-1"), None
-        follower.curves = Curves.restored(read["curves"])
-        follower.metrics = {name: Curves.restored(of_one) for name, of_one in read["metrics"].items()}
+        follower.curves = Curves.from_state(read["curves"])
+        follower.metrics = {name: Curves.from_state(of_one) for name, of_one in read["metrics"].items()}
         return follower
 
     @property
@@ -324,7 +333,7 @@ class RunFollower:
         """The median of the newest launch after its first two steps; of a long run, of the means of its buckets."""
         if "tokens_per_second" not in self.curves.values:
             return None
-        first = resumed_step(self.start) if self.start else None
+        first = find_resumed_step(self.start) if self.start else None
         first_index = bisect_right(self.curves.positions["step"], -1 if first is None else first)
         rates = [rate for rate in self.curves.values["tokens_per_second"][0][first_index:] if math.isfinite(rate)]
         return statistics.median(rates[2:] or rates) if rates else None
@@ -347,7 +356,7 @@ class RunFollower:
     def _take_step(self, event: EventRecord) -> None:
         seconds = float(event["step_time"])
         self._seconds += seconds
-        after_loss = self.last_step is not None and lost_between(self.last_step, event)
+        after_loss = self.last_step is not None and has_lost_steps(self.last_step, event)
         self.curves.add(event, self._seconds, after_loss=after_loss)
         before = (self.last_step or {}).get("metrics") or {} if after_loss else {}
         for name, value in (event.get("metrics") or {}).items():
@@ -361,7 +370,7 @@ class RunFollower:
 
     def _take_other(self, event: EventRecord, kind: str) -> None:
         if kind in ("start", "rewind"):
-            resumed = resumed_step(event)
+            resumed = find_resumed_step(event)
             last_valid = -1 if resumed is None else resumed
             if self.step is not None and self.step > last_valid:
                 self._seconds = self.curves.cut(last_valid)
@@ -377,11 +386,11 @@ class RunFollower:
         self._history = None
 
 
-def _number(value: Any) -> float:
+def _convert_number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
-def _finite(value: float) -> float | None:
+def _drop_infinite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
@@ -390,13 +399,13 @@ _COMPARED_BYTES = 2**12
 _CACHE_SECONDS = 90 * 86400.0
 
 
-def follower_of(directory: Path) -> RunFollower:
+def open_follower(directory: Path) -> RunFollower:
     """Return a follower of a run, which has what was read of it before if the file has only grown since then."""
-    cached = _file_of(directory)
+    cached = _locate_state(directory)
     try:
         identity, _, state = cached.read_bytes().partition(b"\n")
-        follower = RunFollower.restored(directory, state)
-        if identity != _identity(directory, follower.read_bytes, identity.split(b" ")[0]):
+        follower = RunFollower.from_state(directory, state)
+        if identity != _identify_file(directory, follower.read_bytes, identity.split(b" ")[0]):
             return RunFollower(directory)
         os.utime(cached)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -404,27 +413,27 @@ def follower_of(directory: Path) -> RunFollower:
     return follower
 
 
-def keep(follower: RunFollower, before: int) -> int:
+def save_follower(follower: RunFollower, before: int) -> int:
     """Keep what was read, if it is much more than the ``before`` bytes that are kept; return how many are."""
     if follower.read_bytes - before < _CACHED_FROM_BYTES:
         return before
     with suppress(OSError):  # of a run that was deleted meanwhile
-        identity = _identity(follower.directory, follower.read_bytes)
-        _forget_old()
-        try_write(_file_of(follower.directory), identity + b"\n" + follower.state())
+        identity = _identify_file(follower.directory, follower.read_bytes)
+        _remove_old()
+        try_write(_locate_state(follower.directory), identity + b"\n" + follower.state())
     return follower.read_bytes
 
 
 def read_run(directory: Path) -> RunFollower:
     """Return all that a run's events say. Raises OSError if they cannot be read."""
-    follower = follower_of(directory)
+    follower = open_follower(directory)
     before = follower.read_bytes
     follower.look()
-    keep(follower, before)
+    save_follower(follower, before)
     return follower
 
 
-def _identity(directory: Path, size: int, moment: bytes | None = None) -> bytes:
+def _identify_file(directory: Path, size: int, moment: bytes | None = None) -> bytes:
     """Return what tells whether the first ``size`` bytes of a file are the same.
 
     Args:
@@ -441,17 +450,17 @@ def _identity(directory: Path, size: int, moment: bytes | None = None) -> bytes:
     return b" ".join((shown, str(status.st_ino).encode(), digest.encode()))
 
 
-def _file_of(directory: Path) -> Path:
-    return _folder() / hashlib.sha256(os.fsencode(directory.resolve())).hexdigest()[:32]
+def _locate_state(directory: Path) -> Path:
+    return _locate_folder() / hashlib.sha256(os.fsencode(directory.resolve())).hexdigest()[:32]
 
 
-def _folder() -> Path:
-    return cache_root() / "events"
+def _locate_folder() -> Path:
+    return find_cache_root() / "events"
 
 
-def _forget_old() -> None:
+def _remove_old() -> None:
     """Remove what has not been used for long."""
     with suppress(OSError):
-        for file in _folder().iterdir():
+        for file in _locate_folder().iterdir():
             if time.time() - file.stat().st_mtime > _CACHE_SECONDS:
                 file.unlink(missing_ok=True)

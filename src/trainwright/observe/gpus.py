@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from trainwright.machine.counters import all_gpus
+from trainwright.machine.counters import read_all_gpus
 from trainwright.machine.detect import detect
 from trainwright.utils import text
 
@@ -44,12 +44,12 @@ class ProcessUse:
     def columns(self, *, with_gpus: bool) -> list[str]:
         """Return the columns of ``trainwright gpus``."""
         used = [each for each in self.gpus.values() if each is not None]
-        of_gpus = [", ".join(map(str, self.gpus)), text.size(sum(used)) if used else ""]
+        of_gpus = [", ".join(map(str, self.gpus)), text.format_bytes(sum(used)) if used else ""]
         return [
             str(self.pid),
             *(of_gpus if with_gpus else ()),
             "" if self.cpu is None else f"{self.cpu:.2f} cores",
-            "" if self.memory is None else text.size(self.memory),
+            "" if self.memory is None else text.format_bytes(self.memory),
             self._words(),
         ]
 
@@ -61,7 +61,7 @@ class ProcessUse:
         return command if len(command) <= _LONGEST_COMMAND else f"{command[: _LONGEST_COMMAND - 1]}…"
 
 
-def _columns(index: int, gpu: Mapping[str, Any]) -> list[str]:
+def _format_columns(index: int, gpu: Mapping[str, Any]) -> list[str]:
     """Return the columns of a GPU; empty where it does not tell."""
     memory = f"{gpu['memory'] / 2**30:.1f} of {gpu['total_memory'] / 2**30:.1f} GiB" if "total_memory" in gpu else ""
     return [
@@ -76,7 +76,7 @@ def _columns(index: int, gpu: Mapping[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class MachineUse:
-    """What the GPUs of this machine do now, and the processes that use them or train; ``gpus``: see `all_gpus`."""
+    """What the GPUs of this machine do now, and the processes that use them or train; ``gpus``: see `read_all_gpus`."""
 
     gpus: Sequence[Mapping[str, Any]]
     processes: Sequence[ProcessUse]
@@ -87,38 +87,38 @@ class MachineUse:
         processes = [{**asdict(each), "run": None if each.run is None else str(each.run)} for each in self.processes]
         return {"gpus": gpus, "processes": processes}
 
-    def gpu_lines(self, width: int | None = None) -> Iterator[str]:
-        """Yield the lines of the GPUs, see `text.table`."""
+    def format_gpu_lines(self, width: int | None = None) -> Iterator[str]:
+        """Yield the lines of the GPUs, see `text.format_table`."""
         if self.gpus:
             head = ["GPU", "USE", "MEMORY", "POWER", "TEMP", "NAME"]
-            yield from text.table([head, *(_columns(*each) for each in enumerate(self.gpus))], width)
+            yield from text.format_table([head, *(_format_columns(*each) for each in enumerate(self.gpus))], width)
         else:
             machine = detect()
             of_cpu = f": {machine.describe()}" if machine.is_here and not machine.gpus else ""
             yield f"no NVIDIA GPU can be read here; runs train on the CPU{of_cpu}"
 
-    def process_lines(self, width: int | None = None) -> Iterator[str]:
+    def format_process_lines(self, width: int | None = None) -> Iterator[str]:
         """Yield the lines of the processes."""
         if self.processes:
             yield ""
             of_gpus = ["GPU", "GPU MEMORY"] if self.gpus else []
             head = ["PID", *of_gpus, "CPU", "RESIDENT", "PROCESS"]
             rows = (each.columns(with_gpus=bool(self.gpus)) for each in self.processes)
-            yield from text.table([head, *rows], width)
+            yield from text.format_table([head, *rows], width)
         else:
             yield "no run trains on this machine" + (", and no program uses a GPU" if self.gpus else "")
 
 
-def machine_use(seconds: float, gpus: Sequence[Mapping[str, Any]] | None = None) -> MachineUse:
+def measure_machine_use(seconds: float, gpus: Sequence[Mapping[str, Any]] | None = None) -> MachineUse:
     """Return what the GPUs of this machine and the ranks of runs do; CPU use is measured for ``seconds``.
 
     Args:
-        gpus: what `all_gpus` has just returned; None: ask.
+        gpus: what `read_all_gpus` has just returned; None: ask.
     """
-    ranks, gpus = _ranks(), all_gpus() if gpus is None else gpus
+    ranks, gpus = _find_ranks(), read_all_gpus() if gpus is None else gpus
     pids = {*ranks, *(pid for gpu in gpus for pid in gpu.get("processes", ()))}
     started = time.monotonic()
-    before = {pid: _cpu_seconds(pid) for pid in pids}
+    before = {pid: _read_cpu_seconds(pid) for pid in pids}
     time.sleep(seconds)
     elapsed = time.monotonic() - started
     processes = []
@@ -129,21 +129,21 @@ def machine_use(seconds: float, gpus: Sequence[Mapping[str, Any]] | None = None)
         with suppress(psutil.Error):  # it has ended, belongs to another user, or is outside of this container
             command = " ".join(psutil.Process(pid).cmdline())
             memory = psutil.Process(pid).memory_info().rss
-            first, now = before[pid], _cpu_seconds(pid)
+            first, now = before[pid], _read_cpu_seconds(pid)
             cpu = None if first is None or now is None else (now - first) / elapsed
         if used or memory is not None:
             processes.append(ProcessUse(pid, command, run, rank, cpu, memory, used))
     return MachineUse(gpus, processes)
 
 
-def _cpu_seconds(pid: int) -> float | None:
+def _read_cpu_seconds(pid: int) -> float | None:
     with suppress(psutil.Error):
         times = psutil.Process(pid).cpu_times()
         return times.user + times.system
     return None
 
 
-def _ranks() -> dict[int, tuple[Path, int]]:
+def _find_ranks() -> dict[int, tuple[Path, int]]:
     """Return the run and the rank of each worker on this machine by pid: those that write its log.
 
     Only those of this user, except for root; none where there is no /proc.
@@ -155,10 +155,10 @@ def _ranks() -> dict[int, tuple[Path, int]]:
             if log and (run := Path(log[1])).joinpath(_RECIPE).is_file():
                 ranks[pid] = run, int(log[2])
     # What a worker starts, as for loading data, writes to the same log.
-    return {pid: rank for pid, rank in ranks.items() if ranks.get(_parent(pid)) != rank}
+    return {pid: rank for pid, rank in ranks.items() if ranks.get(_read_parent(pid)) != rank}
 
 
-def _parent(pid: int) -> int:
+def _read_parent(pid: int) -> int:
     with suppress(psutil.Error):
         return psutil.Process(pid).ppid()
     return 0

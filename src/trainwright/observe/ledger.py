@@ -22,11 +22,11 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from trainwright.engine.event_reader import EventRecord, bounded_lines, superseded
-from trainwright.machine.usage import UsageSampler, process_age
+from trainwright.engine.event_reader import EventRecord, is_superseded, iterate_bounded_lines
+from trainwright.machine.usage import UsageSampler, measure_process_age
 from trainwright.run.observers.hooks import ObservedRank
 from trainwright.utils.heartbeat import FINISHED, Heartbeat, Use
-from trainwright.utils.paths import files_inside, open_inside
+from trainwright.utils.paths import list_files_inside, open_inside
 
 DIRECTORY = "ledger"
 FORMAT = 1
@@ -81,7 +81,7 @@ _READING = 1000.0  # seconds between two looks at the newest lines, per second t
 _LONGEST_END = 10.0  # seconds; after an older line, the rank could not write its last one
 
 
-def by_category(spent: Mapping[Use, float], behind: float, slowed: float = 0.0) -> dict[str, float]:
+def sum_by_category(spent: Mapping[Use, float], behind: float, slowed: float = 0.0) -> dict[str, float]:
     """Return seconds by category.
 
     Args:
@@ -106,7 +106,7 @@ def by_category(spent: Mapping[Use, float], behind: float, slowed: float = 0.0) 
     return {name: seconds_by_category[name] for name in CATEGORIES if seconds_by_category[name] > 0.0}
 
 
-def of_rank(rank: ObservedRank) -> LedgerWriter:
+def open_rank_ledger(rank: ObservedRank) -> LedgerWriter:
     """Return the writer of a rank's ledger."""
     parent = os.getppid() if rank.info.local_size > 1 else None
     sampler = UsageSampler(None if rank.gpu is None else rank.gpu.address, parent)
@@ -122,11 +122,11 @@ class LedgerWriter:
     """
 
     def __init__(self, run: Path, rank: int, own: Heartbeat, sample: Callable[[], Mapping[str, Any]] = dict) -> None:
-        self._file, self._rank, self._own, self._sample = rank_file(run, rank), rank, own, sample
-        self._started = time.time() - process_age()
+        self._file, self._rank, self._own, self._sample = locate_rank_file(run, rank), rank, own, sample
+        self._started = time.time() - measure_process_age()
         # The heartbeat began after the interpreter and its imports.
         self._before = time.time() - (time.monotonic() - own.started) - self._started
-        self._launch = 1 + max((line.launch for line in _lines(_tail(self._file).splitlines())), default=0)
+        self._launch = 1 + max((line.launch for line in _parse_lines(_read_tail(self._file).splitlines())), default=0)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._write_now_and_then, name="ledger", daemon=True)
         self._thread.start()
@@ -157,7 +157,7 @@ class LedgerWriter:
         # What has not ended yet, on a device what it has not done yet, belongs to what this rank does now.
         open_seconds = now - self._started - sum(spent.values())
         spent[use] = spent.get(use, 0.0) + max(0.0, open_seconds)
-        categories = by_category(spent, self._own.behind, self._own.slowed)
+        categories = sum_by_category(spent, self._own.behind, self._own.slowed)
         seconds = {name: round(value, 4) for name, value in categories.items()}
         line = {
             "format": FORMAT,
@@ -192,14 +192,14 @@ def count_ends(run: Path, ranks: Iterable[int]) -> None:
     """
     for rank in ranks:
         with suppress(OSError, ValueError, KeyError, TypeError, IndexError):
-            line = json.loads(_tail(rank_file(run, rank)).splitlines()[-1])
+            line = json.loads(_read_tail(locate_rank_file(run, rank)).splitlines()[-1])
             now = time.time()
             if 0.0 < (seconds := now - line["time"]) < _LONGEST_END:
                 ended = {**line["seconds"], _END: round(line["seconds"].get(_END, 0.0) + seconds, 4)}
-                _append(rank_file(run, rank), {**line, "time": round(now, 3), "seconds": ended})
+                _append(locate_rank_file(run, rank), {**line, "time": round(now, 3), "seconds": ended})
 
 
-def rank_file(run: Path, rank: int) -> Path:
+def locate_rank_file(run: Path, rank: int) -> Path:
     """Return the file of a rank's ledger."""
     return run / DIRECTORY / f"rank-{rank}.jsonl"
 
@@ -211,7 +211,7 @@ class NewestSamples:
     """
 
     def __init__(self, run: Path, ranks: int) -> None:
-        self._files = [rank_file(run, rank) for rank in range(min(ranks, SHOWN_RANKS))]
+        self._files = [locate_rank_file(run, rank) for rank in range(min(ranks, SHOWN_RANKS))]
         self._samples: list[Mapping[str, Any]] = []
         self._due = 0.0
 
@@ -219,7 +219,7 @@ class NewestSamples:
         """Return a sample for each rank that has one."""
         started = time.monotonic()
         if started >= self._due:
-            newest = (next(_lines(reversed(_tail(file).splitlines())), None) for file in self._files)
+            newest = (next(_parse_lines(reversed(_read_tail(file).splitlines())), None) for file in self._files)
             # Before the first step, a sample is of loading.
             self._samples = [line.system for line in newest if line is not None and line.step >= 0]
             now = time.monotonic()
@@ -274,33 +274,33 @@ def read_ledger(run: Path, events: Sequence[EventRecord] = ()) -> list[RankLedge
     Args:
         events: the run's events as they were written, which tell what was repeated after a fault.
     """
-    lost = list(islice(_lost(events), _MOST_LOST))
+    lost = list(islice(_iterate_lost(events), _MOST_LOST))
     ledgers = []
-    ranks = {int(match[1]): name for name in files_inside(run, DIRECTORY) if (match := _RANK.fullmatch(name))}
+    ranks = {int(match[1]): name for name in list_files_inside(run, DIRECTORY) if (match := _RANK.fullmatch(name))}
     for rank, name in sorted(ranks.items()):
         with suppress(OSError), open_inside(run, DIRECTORY, name) as file:
-            if lines := list(_lines(bounded_lines(file))):
-                ledgers.append(_rank_ledger(rank, lines, lost))
+            if lines := list(_parse_lines(iterate_bounded_lines(file))):
+                ledgers.append(_build_rank_ledger(rank, lines, lost))
     return ledgers
 
 
-def _lines(lines: Iterable[bytes]) -> Iterator[LedgerLine]:
+def _parse_lines(lines: Iterable[bytes]) -> Iterator[LedgerLine]:
     for text in lines:
         with suppress(ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             line = json.loads(text)
-            seconds = {str(name): _bounded(value) for name, value in line["seconds"].items()}
-            times = _bounded(line["time"]), int(line["step"]), _bounded(line["started"])
+            seconds = {str(name): _check_seconds(value) for name, value in line["seconds"].items()}
+            times = _check_seconds(line["time"]), int(line["step"]), _check_seconds(line["started"])
             system = line.get("system")
             yield LedgerLine(int(line["launch"]), *times, seconds, system if isinstance(system, dict) else {})
 
 
-def _bounded(seconds: float) -> float:
+def _check_seconds(seconds: float) -> float:
     if not abs(seconds) < _LARGEST_SECONDS:  # also of NaN
         raise ValueError("not a time")
     return float(seconds)
 
 
-def _tail(file: Path) -> bytes:
+def _read_tail(file: Path) -> bytes:
     try:
         with open_inside(file.parent, file.name) as opened:
             opened.seek(max(0, os.fstat(opened.fileno()).st_size - _TAIL_BYTES))
@@ -320,21 +320,21 @@ class _Lost(NamedTuple):
     ended: float
     by_start: bool
 
-    def within(self, launch: Sequence[LedgerLine]) -> tuple[float, float] | None:
+    def clip_to_launch(self, launch: Sequence[LedgerLine]) -> tuple[float, float] | None:
         """Return the part of this time that belongs to a launch, if any does."""
         start, ended = max(self.started, launch[0].started), min(self.ended, launch[-1].time)
         is_other = not self.by_start or launch[-1].time <= self.ended
         return (start, ended) if is_other and start < ended else None
 
 
-def _lost(events: Iterable[EventRecord]) -> Iterator[_Lost]:
+def _iterate_lost(events: Iterable[EventRecord]) -> Iterator[_Lost]:
     """Yield what each launch and rewind lost: what came after the last event that still counts, also of a step that has
     not ended; nothing after a launch that ended by itself.
     """
     history: list[EventRecord] = []
     for event in events:
         if event["event"] in ("start", "rewind"):
-            gone = [superseded(past, event) for past in history]
+            gone = [is_superseded(past, event) for past in history]
             first = gone.index(True) if True in gone else len(history)
             last_work = next((past for past in reversed(history[:first]) if past["event"] in _WORK), None)
             if last_work is not None and last_work["event"] != "finish":
@@ -344,7 +344,7 @@ def _lost(events: Iterable[EventRecord]) -> Iterator[_Lost]:
         history.append(event)
 
 
-def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+def _merge_spans(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return spans of time that do not overlap: what was repeated may be undone again, with what was before it."""
     merged: list[tuple[float, float]] = []
     for start, ended in sorted(spans):
@@ -355,13 +355,13 @@ def _merged(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     return merged
 
 
-def _rank_ledger(rank: int, lines: Sequence[LedgerLine], lost: Sequence[_Lost]) -> RankLedger:
+def _build_rank_ledger(rank: int, lines: Sequence[LedgerLine], lost: Sequence[_Lost]) -> RankLedger:
     launches = [list(group) for _, group in groupby(lines, lambda line: line.launch)]
     seconds: dict[str, float] = defaultdict(float)
     for launch in launches:
         launch_seconds = dict(launch[-1].seconds)
-        for start, ended in _merged(part for each in lost if (part := each.within(launch)) is not None):
-            for name, value in _between(launch, start, ended).items():
+        for start, ended in _merge_spans(part for each in lost if (part := each.clip_to_launch(launch)) is not None):
+            for name, value in _compute_seconds_between(launch, start, ended).items():
                 if not name.startswith("start"):
                     launch_seconds[name] -= value
                     launch_seconds[REPEATED] = launch_seconds.get(REPEATED, 0.0) + value
@@ -373,13 +373,13 @@ def _rank_ledger(rank: int, lines: Sequence[LedgerLine], lost: Sequence[_Lost]) 
     return RankLedger(rank, lines, shown, lines[-1].time - lines[0].started)
 
 
-def _between(launch: Sequence[LedgerLine], start: float, ended: float) -> dict[str, float]:
+def _compute_seconds_between(launch: Sequence[LedgerLine], start: float, ended: float) -> dict[str, float]:
     """Return the seconds of a launch between two times of it, by category."""
-    at, until = _at(launch, start), _at(launch, ended)
+    at, until = _compute_seconds_until(launch, start), _compute_seconds_until(launch, ended)
     return {name: until.get(name, 0.0) - at.get(name, 0.0) for name in until}
 
 
-def _at(launch: Sequence[LedgerLine], when: float) -> dict[str, float]:
+def _compute_seconds_until(launch: Sequence[LedgerLine], when: float) -> dict[str, float]:
     """Return the seconds of a launch up to a time, in proportion between two lines."""
     after = bisect_left(launch, when, key=lambda line: line.time)
     if after == len(launch):
@@ -396,7 +396,7 @@ def _at(launch: Sequence[LedgerLine], when: float) -> dict[str, float]:
 _TICK, _LATE = 0.02, 0.015  # seconds
 
 
-def stalls_of_rank(rank: ObservedRank) -> AbstractContextManager[object]:
+def count_rank_stalls(rank: ObservedRank) -> AbstractContextManager[object]:
     """Return a context that counts a rank's stalls; a rank that is alone waits for no other."""
     return nullcontext() if rank.info.size == 1 else Stalls(rank.heartbeat)
 

@@ -14,7 +14,7 @@ from trainwright.engine.event_reader import EventRecord
 from trainwright.errors import RequestError
 from trainwright.observe.specs import REPORT
 from trainwright.run.observers.hooks import ObservedRun
-from trainwright.utils.paths import user_path, write_file
+from trainwright.utils.paths import expand_user_path, write_file
 
 FILE = "report.html"
 _ENDED = "TRAINWRIGHT_RUN_ENDED"  # set for the process that writes the last page, while the launch still locks the run
@@ -43,11 +43,11 @@ def report(run: str | PathLike[str], out: str | PathLike[str] | None = None) -> 
         'report.html'
     """
     from trainwright.observe.reports.figures import RunFigures
-    from trainwright.observe.reports.page import report_of
+    from trainwright.observe.reports.page import build_report
 
     figures = RunFigures.read(Path(run), ended=_ENDED in os.environ)
-    file = figures.directory / FILE if out is None else user_path(out)
-    page = report_of(figures)
+    file = figures.directory / FILE if out is None else expand_user_path(out)
+    page = build_report(figures)
     try:
         write_file(file, page)
     except OSError as error:
@@ -55,7 +55,7 @@ def report(run: str | PathLike[str], out: str | PathLike[str] | None = None) -> 
     return file
 
 
-def of_run(run: ObservedRun, setting: bool | str) -> ReportObserver | None:
+def build_observer(run: ObservedRun, setting: bool | str) -> ReportObserver | None:
     """Return the observer of a run; None with auto if the package with the script of charts is not installed."""
     always = setting is True
     return ReportObserver(run.directory, always=always) if always or REPORT.is_installed else None

@@ -65,10 +65,10 @@ class RunSummary:
     def columns(self) -> list[str]:
         """Return the columns of ``trainwright runs``."""
         begun = "" if self.begun is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(self.begun))
-        speed = "" if self.tokens_per_second is None else f"{text.count(self.tokens_per_second)}/s"
+        speed = "" if self.tokens_per_second is None else f"{text.format_count(self.tokens_per_second)}/s"
         return [
             *(str(self.run), self.status, f"{self.step}/{self.steps}" if self.steps else ""),
-            "" if self.best is None else text.metric(self.best),
+            "" if self.best is None else text.format_metric(self.best),
             *(begun, speed, self.task, self.model, "" if self.goodput is None else f"{self.goodput:.0%}"),
         ]
 
@@ -104,7 +104,7 @@ def runs(
         if root == RUNS:
             return []
         raise RequestError(f"{root}: no such directory")
-    summaries = [_summary(each) for each in directories(root)]
+    summaries = [_summarize_run(each) for each in list_run_directories(root)]
     matching = [
         each
         for each in summaries
@@ -116,7 +116,7 @@ def runs(
     return [*with_value, *(each for each in matching if getattr(each, sort) is None)]
 
 
-def directories(root: Path) -> list[Path]:
+def list_run_directories(root: Path) -> list[Path]:
     """Return the run directories under ``root``, or ``root`` itself; each once, also where links lead to it."""
     from trainwright.observe.reports.figures import is_run
 
@@ -125,7 +125,7 @@ def directories(root: Path) -> list[Path]:
     for _ in range(_DEPTH + 1):
         level = [each for each in sorted(level, key=Path.is_symlink) if _is_first(each, visited)]
         run_directories += (runs_here := list(filter(is_run, level)))
-        level = [child for each in level if each not in runs_here for child in _subdirectories(each)]
+        level = [child for each in level if each not in runs_here for child in _list_subdirectories(each)]
     return sorted(run_directories)
 
 
@@ -141,7 +141,7 @@ def _is_first(directory: Path, visited: set[tuple[int, int]]) -> bool:
     return is_first
 
 
-def table(summaries: Sequence[RunSummary], width: int | None = None) -> Iterator[str]:
+def format_runs(summaries: Sequence[RunSummary], width: int | None = None) -> Iterator[str]:
     """Yield the lines of ``trainwright runs``: one for each run, without the last columns that do not fit."""
     rows = [list(_COLUMNS), *(each.columns() for each in summaries)]
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -149,36 +149,38 @@ def table(summaries: Sequence[RunSummary], width: int | None = None) -> Iterator
     while width is not None and count > 2 and sum(sizes[:count]) + 2 * (count - 1) > width:
         count -= 1
     room = None if width is None else max(8, width - sum(sizes[1:count]) - 2 * (count - 1))
-    yield from text.table([[_shortened(row[0], room), *row[1:count]] for row in rows])
+    yield from text.format_table([[_shorten_path(row[0], room), *row[1:count]] for row in rows])
     for each in summaries:
         yield from (f"note: {each.run}: {note}".replace("\n", " ") for note in each.notes)
 
 
-def _shortened(run: str, room: int | None) -> str:
+def _shorten_path(run: str, room: int | None) -> str:
     """Return a path without its beginning where there is no room: the end tells runs apart."""
     return run if room is None or len(run) <= room else f"…{run[1 - room :]}"
 
 
-def _subdirectories(directory: Path) -> list[Path]:
+def _list_subdirectories(directory: Path) -> list[Path]:
     try:
         return [each for each in directory.iterdir() if each.is_dir() and not each.name.startswith(".")]
     except OSError:  # deleted meanwhile, or not readable
         return []
 
 
-def unreadable(error: Exception) -> str:
+def describe_unreadable(error: Exception) -> str:
     """Return the note of a run that could not be read."""
     return f"cannot be read: {type(error).__name__}: {error}"[:_LONGEST_NOTE]
 
 
-def _summary(directory: Path) -> RunSummary:
+def _summarize_run(directory: Path) -> RunSummary:
     try:
-        return _summary_of_files(directory)
+        return _summarize_files(directory)
     except Exception as error:  # whatever is wrong with one run, the others are listed
-        return RunSummary(directory, "", "", "unknown", 0, 0, None, None, None, None, None, [unreadable(error)])
+        return RunSummary(
+            directory, "", "", "unknown", 0, 0, None, None, None, None, None, [describe_unreadable(error)]
+        )
 
 
-def _summary_of_files(directory: Path) -> RunSummary:
+def _summarize_files(directory: Path) -> RunSummary:
     from trainwright.observe.following import RunFollower, read_run
     from trainwright.observe.reports.figures import RunFigures
 

@@ -24,7 +24,7 @@ class PrometheusOptions(Section):
 
 REPORT = ObserverSpec(
     "report.html, while the run trains and at its end; auto: of runs of more than a minute.",
-    create=f"{_REPORT}:of_run",
+    create=f"{_REPORT}:build_observer",
     after_failure=f"{_REPORT}:write_after_failure",
     setting=bool | Literal["auto"],
     default="auto",
@@ -49,8 +49,8 @@ OPENTELEMETRY = ObserverSpec(
 )
 LEDGER = ObserverSpec(
     "Every second of every rank, by what it was used for.",
-    beside=f"{_LEDGER}:of_rank",
+    beside=f"{_LEDGER}:open_rank_ledger",
     samples=f"{_LEDGER}:NewestSamples",
     after_workers=f"{_LEDGER}:count_ends",
 )
-STALLS = ObserverSpec("Stalls of a rank inside collectives.", beside="trainwright.observe.ledger:stalls_of_rank")
+STALLS = ObserverSpec("Stalls of a rank inside collectives.", beside="trainwright.observe.ledger:count_rank_stalls")

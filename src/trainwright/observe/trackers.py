@@ -18,15 +18,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainwright.engine.event_reader import EventRecord, resumed_step
+from trainwright.engine.event_reader import EventRecord, find_resumed_step
 from trainwright.errors import RequestError
 from trainwright.machine.cache import try_write
-from trainwright.machine.counters import all_gpus
+from trainwright.machine.counters import read_all_gpus
 from trainwright.observe.specs import PrometheusOptions
-from trainwright.recipe.yaml_text import values_by_key
+from trainwright.recipe.yaml_text import iterate_values
 from trainwright.run.observers.hooks import ObservedRun
-from trainwright.run.observers.tensorboard import Values, values_of
-from trainwright.run.process import console
+from trainwright.run.observers.tensorboard import Values, extract_values
+from trainwright.run.process import find_console
 from trainwright.utils.text import say
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Mlflow:
         identity = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
         self._id = self._client.create_run(identity, run_name=run.resolve().name).info.run_id
         try_write(id_file, f"{self._id}\n")
-        for key, value in values_by_key(config):
+        for key, value in iterate_values(config):
             self._client.log_param(self._id, key, str(value)[:_LONGEST])
 
     def log(self, step: int, values: Values) -> None:
@@ -203,12 +203,12 @@ class TrackerObserver:
             while True:
                 event = self._events.get()
                 if event["event"] == "start":
-                    tracker.begin(self._run, _config(self._run), resumed_step(event) is not None)
+                    tracker.begin(self._run, _read_config(self._run), find_resumed_step(event) is not None)
                 elif event["event"] == "finish":
                     tracker.end(str(event["status"]))
                     return
                 else:
-                    if values := values_of(event):
+                    if values := extract_values(event):
                         tracker.log(int(event["step"]), values)
                     if span is not None and event["event"] in ("evaluate", "checkpoint"):
                         span(event)
@@ -222,10 +222,10 @@ class TrackerObserver:
 
 def print_notice_of(tracker: str, what: str) -> None:
     """Tell the user what is wrong with a tracker: on the console, or in the worker's log."""
-    say(f"warning: logging.observers: {tracker} {what}", file=console())
+    say(f"warning: logging.observers: {tracker} {what}", file=find_console())
 
 
-def _config(run: Path) -> dict[str, Any]:
+def _read_config(run: Path) -> dict[str, Any]:
     import yaml
 
     content = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8"))
@@ -323,7 +323,7 @@ def _print_once(name: str) -> None:
     logger.propagate = False
 
 
-# By name of `all_gpus`: the gauge, and what it is.
+# By name of `read_all_gpus`: the gauge, and what it is.
 _GPU_GAUGES = {
     "used": ("utilization", "share of the time in which the GPU computed"),
     "memory": ("memory_used_bytes", "memory of the GPU in use, of all programs"),
@@ -366,7 +366,7 @@ class PrometheusObserver:
     def __call__(self, event: EventRecord) -> None:
         """Keep the figures of an event; at the end of the run, close the port."""
         if event["event"] in ("step", "evaluate"):
-            for name, value in {**values_of(event), "step": float(event["step"])}.items():
+            for name, value in {**extract_values(event), "step": float(event["step"])}.items():
                 self._set(name, value)
         elif event["event"] == "finish":
             self._server.shutdown()
@@ -389,7 +389,7 @@ class GPUCollector:
         """Yield a gauge for each figure."""
         from prometheus_client.core import GaugeMetricFamily
 
-        gpus = all_gpus()
+        gpus = read_all_gpus()
         for key, (name, described) in _GPU_GAUGES.items():
             gauge = GaugeMetricFamily(f"trainwright_gpu_{name}", described, labels=["gpu"])
             for index, gpu in enumerate(gpus):

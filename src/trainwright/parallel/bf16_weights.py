@@ -42,13 +42,13 @@ class Bf16Weights:
     def __init__(self, seed: int, parts: Mapping[str, Bf16Part]) -> None:
         self.step = 0
         self._seed, self._parts = seed, parts
-        self.masters = {name: nn.Parameter(_without_memory(part.weight)) for name, part in parts.items()}
+        self.masters = {name: nn.Parameter(_drop_memory(part.weight)) for name, part in parts.items()}
 
     def together(self, ranks: int = 1) -> Iterator[list[str]]:
         """Yield names of parameters that are updated together, the same on all of the ``ranks`` that divide each."""
         device = next((part.weight.device.type for part in self._parts.values()), "cpu")
         sizes = {name: -(-part.full // ranks) for name, part in self._parts.items()}
-        yield from in_parts(sizes, step_elements(device != "cpu"))
+        yield from split_by_size(sizes, step_elements(device != "cpu"))
 
     def expand(self, names: Iterable[str]) -> None:
         """Give the masters of these weights their values in fp32."""
@@ -59,11 +59,11 @@ class Bf16Weights:
         """Round the masters of these weights to the weights, and free them."""
         for name in names:
             master, (weight, begin, _) = self.masters[name], self._parts[name]
-            round_stochastically(weight, master.detach(), _key(self._seed, self.step, name), begin)
-            master.data = _without_memory(weight)
+            round_stochastically(weight, master.detach(), _compute_key(self._seed, self.step, name), begin)
+            master.data = _drop_memory(weight)
 
 
-def in_parts(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
+def split_by_size(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
     """Yield the names in order, in parts whose ``sizes`` sum to at most ``limit``, or that have one name."""
     part: list[str] = []
     elements = 0
@@ -88,21 +88,21 @@ def round_stochastically(weight: torch.Tensor, master: torch.Tensor, key: tuple[
     for number, (part, rounded) in enumerate(pieces):
         # The upper half of an fp32 number is the bf16 number toward zero of it; a sum of its lower half and 16 random
         # bits carries into the upper half with the probability of the lower half.
-        total = part.view(torch.int32) + _bits(key, begin + number * size, len(part), part.device)
+        total = part.view(torch.int32) + _generate_bits(key, begin + number * size, len(part), part.device)
         rounded.view(torch.int16).copy_(total.add_(2**15).view(torch.int16)[1::2])
         rounded.masked_fill_(part.isnan(), torch.nan)  # some of which a carry makes a number
 
 
-def _without_memory(weight: torch.Tensor) -> torch.Tensor:
+def _drop_memory(weight: torch.Tensor) -> torch.Tensor:
     return torch.zeros((), device=weight.device).expand(weight.shape)
 
 
-def _key(seed: int, step: int, name: str) -> tuple[int, int]:
+def _compute_key(seed: int, step: int, name: str) -> tuple[int, int]:
     digest = hashlib.blake2b(f"{seed} {step} {name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def _bits(key: tuple[int, int], begin: int, count: int, device: torch.device) -> torch.Tensor:
+def _generate_bits(key: tuple[int, int], begin: int, count: int, device: torch.device) -> torch.Tensor:
     """Return ``count`` numbers of -2^15 to 2^15 - 1, of the positions from ``begin`` on.
 
     Two positions share 32 bits: those of a counter, mixed by the function ``lowbias32`` of Chris Wellons'
@@ -110,9 +110,9 @@ def _bits(key: tuple[int, int], begin: int, count: int, device: torch.device) ->
     """
     first = begin // 2
     bits = torch.arange((begin + count + 1) // 2 - first, dtype=torch.int32, device=device)
-    _mix(bits.add_(_signed(first + key[0])), 16)
-    _mix(bits.mul_(_signed(0x7FEB352D)).add_(_signed(key[1])), 15)
-    _mix(bits.mul_(_signed(0x846CA68B)), 16)
+    _mix(bits.add_(_wrap_int32(first + key[0])), 16)
+    _mix(bits.mul_(_wrap_int32(0x7FEB352D)).add_(_wrap_int32(key[1])), 15)
+    _mix(bits.mul_(_wrap_int32(0x846CA68B)), 16)
     return bits.view(torch.int16)[begin % 2 : begin % 2 + count]
 
 
@@ -120,6 +120,6 @@ def _mix(bits: torch.Tensor, shift: int) -> None:
     bits.bitwise_xor_((bits >> shift).bitwise_and_(2 ** (32 - shift) - 1))  # a shift that copies no sign
 
 
-def _signed(value: int) -> int:
+def _wrap_int32(value: int) -> int:
     """Return the number of int32 with the lower 32 bits of ``value``."""
     return (value + 2**31) % 2**32 - 2**31

@@ -29,8 +29,8 @@ PART_TOKENS = 128
 # 0.4; AVX2 0.1 to 0.2. The forward pass is as fast in bf16 at 64 tokens (0.8 to 1.5) and faster above (1.5 to 3.5), on
 # AVX2 as fast (0.9 to 1.1).
 BF16_FROM_LENGTH = 512
-_SMALLEST_STEP = 16  # of `padded_size`: rows of a tile of AMX
-PADDED_SIZES = 16  # of `padded_size`, between a power of two and the next
+_SMALLEST_STEP = 16  # of `compute_padded_size`: rows of a tile of AMX
+PADDED_SIZES = 16  # of `compute_padded_size`, between a power of two and the next
 
 
 def step_elements(on_gpu: bool) -> int:
@@ -41,7 +41,7 @@ def step_elements(on_gpu: bool) -> int:
     return 2**28 if on_gpu else 2**24
 
 
-def padded_size(count: int) -> int:
+def compute_padded_size(count: int) -> int:
     """Return ``count`` rounded up to one of 16 sizes between powers of two, and to a multiple of 16."""
     step = max(_SMALLEST_STEP, (1 << max(0, count - 1).bit_length()) // (2 * PADDED_SIZES))
     return -(-count // step) * step

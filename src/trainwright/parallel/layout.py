@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from trainwright.errors import RequestError
 from trainwright.recipe.sections.parallel import ParallelSection
-from trainwright.recipe.strategy_spec import spec_of
+from trainwright.recipe.strategy_spec import look_up_strategy
 
 # Padding to equal parts may add elements; any other number of copies differs by a third or more.
 _PADDING = 0.15
@@ -29,7 +29,7 @@ class ModelLayout:
     parameter: str
     shape: tuple[int, ...]
     local_shape: tuple[int, ...]
-    placement: str  # as formatted by `placement`
+    placement: str  # as formatted by `describe_placement`
     forward_dtype: str  # of the weights in the forward pass; several joined by +
     master_dtype: str  # of the weights that are kept from step to step
     parameter_device: str  # device type of this rank's part
@@ -68,7 +68,7 @@ class PlannedLayout:
     updated_copies: int
 
 
-def planned_layout(
+def build_planned_layout(
     parallel: ParallelSection, dtype: torch.dtype, device: str, *, master_weights: bool = True
 ) -> PlannedLayout:
     """Return the layout of a resolved recipe.
@@ -79,16 +79,16 @@ def planned_layout(
     """
     ranks = parallel.processes
     assert isinstance(ranks, int), "a resolved recipe has no auto left"
-    spec = spec_of(parallel.strategy)
+    spec = look_up_strategy(parallel.strategy)
     shards = ranks // parallel.replicate_size
     parts, gradient_parts, optimizer_parts = (
         shards if part in spec.shards else 1 for part in ("parameters", "gradients", "optimizer state")
     )
     offloaded = spec.offloaded(parallel)
     return PlannedLayout(
-        placement=placement(spec.parameters_by if spec.shards_parameters else "whole", parts, ranks // parts),
-        forward_dtype=dtype_name([dtype]),
-        master_dtype="float32" if master_weights else dtype_name([dtype]),
+        placement=describe_placement(spec.parameters_by if spec.shards_parameters else "whole", parts, ranks // parts),
+        forward_dtype=format_dtype_names([dtype]),
+        master_dtype="float32" if master_weights else format_dtype_names([dtype]),
         parameter_device="cpu" if "parameters" in offloaded else device,
         optimizer_device="cpu" if "optimizer state" in offloaded else device,
         gradient_parts=gradient_parts,
@@ -98,7 +98,7 @@ def planned_layout(
     )
 
 
-def placement(kind: str, parts: int, copies: int) -> str:
+def describe_placement(kind: str, parts: int, copies: int) -> str:
     """Return a description of a parameter's placement.
 
     ``kind``: whole, rows (split along the first dimension) or flat (elements).
@@ -107,7 +107,7 @@ def placement(kind: str, parts: int, copies: int) -> str:
     return where if copies == 1 else f"{where}, {copies} copies"
 
 
-def tensor_placement(tensor: DTensor) -> str:
+def describe_tensor_placement(tensor: DTensor) -> str:
     """Return a description of a DTensor's placement, from its placements and mesh."""
     parts = copies = 1
     kind = "whole"
@@ -117,15 +117,15 @@ def tensor_placement(tensor: DTensor) -> str:
         else:
             parts *= size
             kind = "rows" if dim_placement.is_shard(0) else str(dim_placement)
-    return placement(kind, parts, copies)
+    return describe_placement(kind, parts, copies)
 
 
-def dtype_name(dtypes: Iterable[torch.dtype]) -> str:
+def format_dtype_names(dtypes: Iterable[torch.dtype]) -> str:
     """Return the name of a dtype, such as ``float32``, or several joined by +."""
     return "+".join(sorted({str(dtype).removeprefix("torch.") for dtype in dtypes}))
 
 
-def copies_held(layouts: Sequence[ModelLayout], counts: Iterable[int], planned: int) -> int | float:
+def count_copies(layouts: Sequence[ModelLayout], counts: Iterable[int], planned: int) -> int | float:
     """Return the number of copies of all elements on the ranks; ``planned`` if the difference is only padding."""
     copies = sum(counts) / max(1, layouts[0].elements)
     near = math.isclose(copies, planned, rel_tol=_PADDING) and copies > planned * 0.99
@@ -145,7 +145,7 @@ def find_units(module: nn.Module, blocks: Sequence[nn.Module], wrap: Sequence[st
     Raises:
         RequestError: the model lacks a class, or its parameters are used outside of it.
     """
-    possible = _possible(module)
+    possible = _find_possible_units(module)
     if isinstance(wrap, str):
         assert wrap == "auto"
         return [unit for unit in possible if any(unit is block for block in blocks)]
@@ -158,7 +158,7 @@ def find_units(module: nn.Module, blocks: Sequence[nn.Module], wrap: Sequence[st
     return [unit for unit in possible if type(unit).__name__ in wrap]
 
 
-def _possible(module: nn.Module) -> list[nn.Module]:
+def _find_possible_units(module: nn.Module) -> list[nn.Module]:
     """Return the modules below ``module`` whose parameters are only used within them, inner ones first.
 
     A unit's parameters only exist while it runs. Parameters tied to another module's are also needed elsewhere, like
@@ -201,7 +201,7 @@ class Shard:
         return cls(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim(), replica, replicas)
 
 
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def iterate_persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Return the buffers that a checkpoint holds, by name."""
     persistent = set(module.state_dict(keep_vars=True))
     return ((name, buffer) for name, buffer in module.named_buffers() if name in persistent)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainwright.parallel.matrix_owners import assign, rows_of, stacks
+from trainwright.parallel.matrix_owners import assign_matrices, count_rows, group_into_stacks
 
 
 @dataclass(frozen=True)
@@ -74,24 +74,24 @@ class MatrixExchange:
         """
         shapes = tuple((height, width) for height, width in map(self._shape, parameters))
         ranks = self._shards.size * self._replicas.size
-        for indices_by_rank in assign(shapes, ranks, on_gpu=self.device.type != "cpu"):
+        for indices_by_rank in assign_matrices(shapes, ranks, on_gpu=self.device.type != "cpu"):
             owned = [[parameters[index] for index in indices] for indices in indices_by_rank]
             by_replica = [owned[begin : begin + self._shards.size] for begin in range(0, len(owned), self._shards.size)]
             here = by_replica[self._replicas.rank]
             own = None
             if any(here):  # before the first broadcast, so that all ranks compute at the same time
-                own = self._updated(here, self._in_a_row(local(list(chain(*here))), dtype), update)
+                own = self._compute_updates(here, self._flatten_rows(local(list(chain(*here))), dtype), update)
             for replica, of_replica in enumerate(by_replica):
                 if those := list(chain(*of_replica)):
-                    yield those, self._distributed(those, replica, own, dtype)
+                    yield those, self._distribute_updates(those, replica, own, dtype)
 
-    def _in_a_row(self, rows: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    def _flatten_rows(self, rows: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         flat = torch.empty(sum(part.numel() for part in rows), dtype=dtype, device=self.device)
         pieces = flat.split([part.numel() for part in rows])
         torch._foreach_copy_([piece.view_as(part) for piece, part in zip(pieces, rows, strict=True)], rows)
         return flat
 
-    def _updated(
+    def _compute_updates(
         self,
         owned: list[list[nn.Parameter]],
         sent: torch.Tensor,
@@ -104,14 +104,14 @@ class MatrixExchange:
             sent: this rank's rows of what their updates are computed from.
         """
         mine = owned[self._shards.rank]
-        sizes = [[self._elements(parameter, rank) for parameter in mine] for rank in range(self._shards.size)]
+        sizes = [[self._count_elements(parameter, rank) for parameter in mine] for rank in range(self._shards.size)]
         sent_sizes = [sum(of_rank) for of_rank in sizes]
-        received_sizes = [sum(self._elements(p, self._shards.rank) for p in of_owner) for of_owner in owned]
+        received_sizes = [sum(self._count_elements(p, self._shards.rank) for p in of_owner) for of_owner in owned]
         received = self._all_to_all(sent, received_sizes, sent_sizes)
         del sent
         pieces, shapes = received.split(list(chain(*sizes))), [self._shape(parameter) for parameter in mine]
         on_gpu = self.device.type != "cpu"
-        for indices in stacks([(height, width) for height, width in shapes], on_gpu=on_gpu):
+        for indices in group_into_stacks([(height, width) for height, width in shapes], on_gpu=on_gpu):
             matrices = received.new_empty((len(indices), *shapes[indices[0]]))
             parts = [pieces[index :: len(mine)] for index in indices]  # one of each rank
             for matrix, of_matrix in zip(matrices.flatten(1), parts, strict=True):
@@ -128,11 +128,11 @@ class MatrixExchange:
         dist.all_to_all_single(received, sent, received_sizes, sizes, group=self._shards.group)
         return received
 
-    def _distributed(
+    def _distribute_updates(
         self, parameters: list[nn.Parameter], replica: int, own: torch.Tensor | None, dtype: torch.dtype
     ) -> list[torch.Tensor]:
         """Return the updates that ``replica`` has computed; ``own``: those of this one."""
-        sizes = [self._elements(parameter, self._shards.rank) for parameter in parameters]
+        sizes = [self._count_elements(parameter, self._shards.rank) for parameter in parameters]
         flat = own
         if replica != self._replicas.rank:
             flat = torch.empty(sum(sizes), dtype=dtype, device=self.device)
@@ -142,7 +142,7 @@ class MatrixExchange:
         parts = zip(parameters, flat.split(sizes), strict=True)
         return [part.view(-1, self._shape(parameter)[1]) for parameter, part in parts]
 
-    def _elements(self, parameter: nn.Parameter, rank: int) -> int:
+    def _count_elements(self, parameter: nn.Parameter, rank: int) -> int:
         """Return the number of elements of a matrix that a rank of the shards holds."""
         height, width = self._shape(parameter)
-        return rows_of(height, self._shards.size, rank) * width
+        return count_rows(height, self._shards.size, rank) * width

@@ -25,7 +25,7 @@ def is_matrix(name: str, dimensions: int) -> bool:
     return not any("embed" in part or part in _EMBEDDINGS for part in parts)
 
 
-def stacked(elements: int, *, on_gpu: bool) -> int:
+def choose_stack_size(elements: int, *, on_gpu: bool) -> int:
     """Return how many matrices of ``elements`` one process updates together.
 
     Small ones do not fill a GPU, and each launches some forty kernels; on a CPU products of a batch are not faster.
@@ -33,26 +33,27 @@ def stacked(elements: int, *, on_gpu: bool) -> int:
     return max(1, _TOGETHER // max(1, elements)) if on_gpu else 1
 
 
-def stacks(shapes: Sequence[tuple[int, int]], *, on_gpu: bool) -> list[list[int]]:
-    """Return the indices of matrices of one shape that one process updates together, as many as ``stacked`` says."""
+def group_into_stacks(shapes: Sequence[tuple[int, int]], *, on_gpu: bool) -> list[list[int]]:
+    """Return the indices of matrices of one shape that one process updates together, as many as "
+    "``choose_stack_size`` says."""
     by_shape: dict[tuple[int, int], list[int]] = {}
     for index, shape in enumerate(shapes):
         by_shape.setdefault(shape, []).append(index)
     found = []
     for (rows, columns), alike in by_shape.items():
-        count = stacked(rows * columns, on_gpu=on_gpu)
+        count = choose_stack_size(rows * columns, on_gpu=on_gpu)
         found += [alike[begin : begin + count] for begin in range(0, len(alike), count)]
     return found
 
 
-def operations(rows: int, columns: int) -> int:
+def count_operations(rows: int, columns: int) -> int:
     """Return the FLOPs of orthogonalizing a matrix."""
     low, high = sorted((rows, columns))
     return ITERATIONS * (4 * low * low * high + 2 * low**3)
 
 
 @lru_cache(maxsize=64)
-def assign(shapes: tuple[tuple[int, int], ...], ranks: int, *, on_gpu: bool) -> tuple[Round, ...]:
+def assign_matrices(shapes: tuple[tuple[int, int], ...], ranks: int, *, on_gpu: bool) -> tuple[Round, ...]:
     """Assign every matrix to a rank and return the rounds in which the ranks update them.
 
     The matrix with the highest cost first, each to the rank with the least work so far. In a round, the matrices of a
@@ -67,9 +68,9 @@ def assign(shapes: tuple[tuple[int, int], ...], ranks: int, *, on_gpu: bool) -> 
     rounds: list[list[list[int]]] = []
     last, filled = [-1] * ranks, [0] * ranks  # of each rank: its last round, and the elements it has there
     loads = [(0, rank) for rank in range(ranks)]
-    for index in sorted(range(len(shapes)), key=lambda index: (-operations(*shapes[index]), index)):
+    for index in sorted(range(len(shapes)), key=lambda index: (-count_operations(*shapes[index]), index)):
         work, rank = loads[0]
-        heapq.heapreplace(loads, (work + operations(*shapes[index]), rank))
+        heapq.heapreplace(loads, (work + count_operations(*shapes[index]), rank))
         elements = shapes[index][0] * shapes[index][1]
         if last[rank] < 0 or filled[rank] + elements > largest:
             last[rank], filled[rank] = last[rank] + 1, 0
@@ -80,7 +81,7 @@ def assign(shapes: tuple[tuple[int, int], ...], ranks: int, *, on_gpu: bool) -> 
     return tuple(tuple(map(tuple, owned)) for owned in rounds)
 
 
-def rows_of(rows: int, ranks: int, rank: int) -> int:
+def count_rows(rows: int, ranks: int, rank: int) -> int:
     """Return the number of rows of a matrix that ``rank`` holds, of ``ranks`` that share it as FSDP2 does.
 
     Equal parts, the last ones smaller or empty.

@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from trainwright.machine.measured.contention import CpuContention, usable_cores
+from trainwright.machine.measured.contention import CpuContention, count_usable_cores
 
 _SET_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _INTERVAL = 0.3  # seconds
@@ -60,7 +60,7 @@ class _Added:
 
     def __init__(self) -> None:
         self._ending, threads = threading.Event(), torch.get_num_threads()
-        count = max(0, usable_cores() - threads) // (threads - 1) + 1
+        count = max(0, count_usable_cores() - threads) // (threads - 1) + 1
         self._threads = [threading.Thread(target=self._run, name="openmp", daemon=True) for _ in range(count)]
         for thread in self._threads:
             thread.start()

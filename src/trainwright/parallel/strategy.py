@@ -39,7 +39,7 @@ from trainwright.recipe.extensions import load
 from trainwright.recipe.registries import OPTIMIZERS, STRATEGIES
 from trainwright.recipe.schema import OptimizerSection
 from trainwright.recipe.sections.parallel import ParallelSection
-from trainwright.recipe.strategy_spec import spec_of
+from trainwright.recipe.strategy_spec import look_up_strategy
 
 if TYPE_CHECKING:
     from trainwright.models.weights import Weights
@@ -174,7 +174,7 @@ def check_averages(strategy: Strategy, optimizer: OptimizerSection) -> None:
 
 
 @contextmanager
-def averaged(strategy: Strategy) -> Iterator[None]:
+def swap_in_averages(strategy: Strategy) -> Iterator[None]:
     """Provide the averages in place of the weights, if there are any; every rank must enter."""
     if not isinstance(strategy, Averaging):
         yield
@@ -200,7 +200,7 @@ def build_strategy(setup: StrategyConfig) -> Strategy:
     on_meta = any(parameter.is_meta for parameter in setup.module.parameters())
     assert setup.weights is not None or not on_meta, "nothing would fill the weights"
     name = setup.parallel.strategy
-    entry_point, described = spec_of(name).implementation, STRATEGIES.describe(name)
+    entry_point, described = look_up_strategy(name).implementation, STRATEGIES.describe(name)
     implementation = load(entry_point, f"{described}: its implementation {entry_point}")
     if missing := [method for method in _METHODS if not hasattr(implementation, method)]:
         raise RequestError(f"{described}: its implementation {entry_point} lacks {', '.join(missing)}")
@@ -226,13 +226,13 @@ def exchange_averages(optimizer: Optimizer) -> None:
     """Exchange every parameter with its average, if the optimizer has one."""
     for parameter, state in optimizer.state.items():
         if (average := state.get("average")) is not None:
-            for one, other in zip(_pieces(parameter), _pieces(average), strict=True):
+            for one, other in zip(_split_into_pieces(parameter), _split_into_pieces(average), strict=True):
                 kept = one.clone()
                 one.copy_(other)
                 other.copy_(kept)
 
 
-def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _split_into_pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tensor.detach().view(-1).split(_EXCHANGED)
 
 
@@ -258,7 +258,7 @@ def add_gradient(total: torch.Tensor, grad: torch.Tensor) -> None:
         part.add_(summand)
 
 
-def squared_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+def compute_squared_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return the sum of squares of tensors of any floating dtypes on one device, as an fp64 scalar on that device."""
     on_host: list[torch.Tensor] = []
     on_device: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -268,16 +268,16 @@ def squared_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
             on_host.append(part.reshape(-1))
         elif part.numel():
             on_device.setdefault(part.dtype, []).append(part)
-    return _of_many(on_device) if on_device else _by_the_sum_kernel(on_host)
+    return _sum_squares_by_dtype(on_device) if on_device else _sum_squares_on_cpu(on_host)
 
 
-def _of_many(tensors: dict[torch.dtype, list[torch.Tensor]]) -> torch.Tensor:
+def _sum_squares_by_dtype(tensors: dict[torch.dtype, list[torch.Tensor]]) -> torch.Tensor:
     """Return the same for tensors on a GPU, by dtype: the kernel takes one dtype at a time, and is slow for several."""
     norms = [norm for alike in tensors.values() for norm in torch._foreach_norm(alike, dtype=torch.float32)]
     return torch.stack(norms).double().square().sum()
 
 
-def _by_the_sum_kernel(tensors: list[torch.Tensor]) -> torch.Tensor:
+def _sum_squares_on_cpu(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return the same for flat tensors on a CPU; small ones are concatenated."""
     sums: list[torch.Tensor] = []
     small: list[torch.Tensor] = []

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from trainwright.data.stream.batch import on_device
+from trainwright.data.stream.batch import copy_to_device
 from trainwright.machine.detect import detect
 from trainwright.parallel.constants import USABLE
 from trainwright.utils import heartbeat
@@ -69,13 +69,13 @@ class World:
         """Return the element-wise sum over all ranks, in float64 so that counts stay exact."""
         if self.size == 1:
             return values
-        tensor = on_device(_float64(values), self.device)
+        tensor = copy_to_device(_to_float64_tensor(values), self.device)
         dist.all_reduce(tensor)
         return tensor.tolist()
 
     def sum_tensor(self, value: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over all ranks, in float64 on the device of the run; the host does not wait."""
-        total = on_device(value.to(torch.float64, copy=True), self.device)
+        total = copy_to_device(value.to(torch.float64, copy=True), self.device)
         if self.size > 1:
             dist.all_reduce(total)
         return total
@@ -84,7 +84,7 @@ class World:
         """Return the values of every rank, in rank order, on every rank; all ranks must pass the same number."""
         if self.size == 1:
             return [values]
-        rows: list[list[float]] = self.gather_rows(on_device(_float64(values), self.device)).tolist()
+        rows: list[list[float]] = self.gather_rows(copy_to_device(_to_float64_tensor(values), self.device)).tolist()
         return rows
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
@@ -108,14 +108,14 @@ class World:
         dist.all_gather(sizes, torch.tensor([len(content)]), group=self.hosts)
         longest = max(int(size) for size in sizes)
         parts = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(parts, _bytes(content.ljust(longest)), group=self.hosts)
+        dist.all_gather(parts, _to_byte_tensor(content.ljust(longest)), group=self.hosts)
         return [loads(part.numpy().tobytes(), *types) for part in parts]  # padded with spaces
 
     def broadcast(self, value: Any, *types: type) -> Any:
         """Return rank 0's value on every rank; ``types`` as in ``gather``."""
         if self.size == 1 or self.alone:
             return value
-        content = _bytes(dumps(value, *types)) if self.is_main else torch.empty(0, dtype=torch.uint8)
+        content = _to_byte_tensor(dumps(value, *types)) if self.is_main else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([len(content)])
         dist.broadcast(size, src=0, group=self.hosts)
         content = content if self.is_main else torch.empty(int(size), dtype=torch.uint8)
@@ -139,11 +139,11 @@ class World:
             dist.barrier(group=self.hosts)
 
 
-def _bytes(content: bytes) -> torch.Tensor:
+def _to_byte_tensor(content: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def _float64(values: list[float]) -> torch.Tensor:
+def _to_float64_tensor(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
@@ -191,12 +191,12 @@ def join(device_type: str, rank_info: RankInfo | None = None, timeout: timedelta
     hosts = None
     if rank_info.size > 1:
         if rank_info.alone:
-            dist.init_process_group(backends(device), timeout=timeout)
+            dist.init_process_group(choose_backends(device), timeout=timeout)
         else:
             rank, size = rank_info.rank, rank_info.size
             store = _store_with_all(rank_info)
             store.set_timeout(timeout)
-            dist.init_process_group(backends(device), store=store, rank=rank, world_size=size, timeout=timeout)
+            dist.init_process_group(choose_backends(device), store=store, rank=rank, world_size=size, timeout=timeout)
         hosts = dist.new_group(backend="gloo", timeout=HOST_TIMEOUT)
     ranks = rank_info.rank, rank_info.size, rank_info.local_rank, rank_info.local_size
     return World(*ranks, device, timeout=timeout, hosts=hosts, alone=rank_info.alone)
@@ -205,7 +205,7 @@ def join(device_type: str, rank_info: RankInfo | None = None, timeout: timedelta
 def _store_with_all(rank_info: RankInfo) -> dist.Store:
     """Return the store of the process group once all ranks are there, of which one may load a model for long."""
     rank, size, store = rank_info.rank, rank_info.size, rank_info.store
-    with heartbeat.inside():
+    with heartbeat.report_waiting():
         if store is None:  # rank 0 may host it
             store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=HOST_TIMEOUT))
         store = dist.PrefixStore("process group", store)
@@ -214,7 +214,7 @@ def _store_with_all(rank_info: RankInfo) -> dist.Store:
     return store
 
 
-def backends(device: torch.device) -> str:
+def choose_backends(device: torch.device) -> str:
     """Return the backends of a process group on ``device``: tensors in host memory are exchanged there too.
 
     Without a bound device: NCCL would connect at once, and fail with its own message if two ranks share a GPU.
@@ -227,7 +227,7 @@ def ensure_process_group(world: World) -> None:
     """Create a process group of one if there is none, for libraries that require one."""
     if not dist.is_initialized():
         dist.init_process_group(
-            backends(world.device), store=dist.HashStore(), rank=0, world_size=1, timeout=world.timeout
+            choose_backends(world.device), store=dist.HashStore(), rank=0, world_size=1, timeout=world.timeout
         )
 
 
@@ -254,20 +254,20 @@ def dumps(value: Any, *types: type) -> bytes:
     Raises:
         TypeError: something else is in it.
     """
-    return json.dumps(_plain(value, types)).encode()
+    return json.dumps(_convert_to_plain(value, types)).encode()
 
 
 def loads(content: bytes, *types: type) -> Any:
     """Return the value of ``dumps`` with the same ``types``. Raises ValueError for anything else."""
     try:
-        return _value(json.loads(content), {kind.__name__: kind for kind in types})
+        return _convert_from_plain(json.loads(content), {kind.__name__: kind for kind in types})
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # RecursionError is one
         raise ValueError(f"another rank sent what is no object: {type(error).__name__}: {error}") from error
 
 
-def _plain(value: Any, types: tuple[type, ...]) -> Any:
+def _convert_to_plain(value: Any, types: tuple[type, ...]) -> Any:
     def plain(item: Any) -> Any:
-        return _plain(item, types)
+        return _convert_to_plain(item, types)
 
     if isinstance(value, np.generic):
         value = value.item()
@@ -298,25 +298,25 @@ def _plain(value: Any, types: tuple[type, ...]) -> Any:
     return {_TYPE: kind, "dtype": str(tensor.dtype), "shape": list(value.shape), "data": content}
 
 
-def _value(plain: Any, types: dict[str, type]) -> Any:
+def _convert_from_plain(plain: Any, types: dict[str, type]) -> Any:
     if isinstance(plain, list):
-        return [_value(item, types) for item in plain]
+        return [_convert_from_plain(item, types) for item in plain]
     if not isinstance(plain, dict):
         return plain
     kind = plain.get(_TYPE)
     if kind is None:
-        return {key: _value(item, types) for key, item in plain.items()}
+        return {key: _convert_from_plain(item, types) for key, item in plain.items()}
     if kind == "tuple":
-        return tuple(_value(item, types) for item in plain["items"])
+        return tuple(_convert_from_plain(item, types) for item in plain["items"])
     if kind == "dict":
-        return {_value(key, types): _value(item, types) for key, item in plain["items"]}
+        return {_convert_from_plain(key, types): _convert_from_plain(item, types) for key, item in plain["items"]}
     if kind in ("array", "tensor"):
         data = bytearray(base64.b64decode(plain["data"], validate=True))
         dtype = _TENSOR_TYPES[plain["dtype"]]
         tensor = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         tensor = tensor.reshape(plain["shape"])
         return tensor if kind == "tensor" else tensor.numpy()
-    return types[kind](**{name: _value(item, types) for name, item in plain["fields"].items()})
+    return types[kind](**{name: _convert_from_plain(item, types) for name, item in plain["fields"].items()})
 
 
 # Name and position of the tensor in a call; ranks must agree on the tensor's shape, except where it is None.
@@ -347,23 +347,25 @@ def report_collectives() -> None:
     for name in (*_SAME_SHAPE, *_OTHERS):
         function = getattr(dist, name)
         if not hasattr(function, "reports_to_heartbeat"):
-            setattr(dist, name, _reporting(function, name))
+            setattr(dist, name, _report_collective(function, name))
 
 
-def _reporting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _report_collective(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     argument, position = _SAME_SHAPE.get(name, (None, 0))
     names = list(inspect.signature(function).parameters)
     group_position = names.index("group") if "group" in names else sys.maxsize  # a library's own takes anything
 
     @functools.wraps(function)
     def collective(*arguments: Any, **keywords: Any) -> Any:
-        own = heartbeat.own()
+        own = heartbeat.find_own_heartbeat()
         group = arguments[group_position] if len(arguments) > group_position else keywords.get("group")
         if own is None or group == _NO_MEMBER:
             return function(*arguments, **keywords)
-        tensor = "" if argument is None else _described(keywords.get(argument, arguments[position : position + 1]))
+        tensor = (
+            "" if argument is None else _describe_argument(keywords.get(argument, arguments[position : position + 1]))
+        )
         counted = group is None or group.size() == dist.get_world_size()
-        own.enter(name, tensor, _line(), counted=counted, same_shape=argument is not None)
+        own.enter(name, tensor, _find_calling_line(), counted=counted, same_shape=argument is not None)
         try:
             return function(*arguments, **keywords)
         finally:
@@ -373,7 +375,7 @@ def _reporting(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return collective
 
 
-def _described(argument: Any) -> str:
+def _describe_argument(argument: Any) -> str:
     tensor = argument[0] if isinstance(argument, tuple) and argument else argument
     if not isinstance(tensor, torch.Tensor):
         return ""
@@ -385,7 +387,7 @@ def _type_and_shape(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
 
 
-def _line() -> str:
+def _find_calling_line() -> str:
     """Return the file and line that call the collective, outside torch and our own wrappers of it."""
     frame = sys._getframe(2)
     while frame.f_back is not None and _is_skipped(frame.f_code.co_filename):
@@ -404,7 +406,7 @@ def _is_skipped(file: str) -> bool:
     return skipped
 
 
-def memory_shortage(world: World, required: int, available: int | None) -> str | None:
+def explain_memory_shortage(world: World, required: int, available: int | None) -> str | None:
     """Return why ranks cannot allocate ``required`` bytes more each, the same on all; None if they can.
 
     Every rank must call this.
@@ -419,7 +421,7 @@ def memory_shortage(world: World, required: int, available: int | None) -> str |
     if required <= least:
         return None
     rank = available_by_rank.index(least)
-    return f"the full weights need {_size(required)}, but rank {rank} has only {_size(least)} available"
+    return f"the full weights need {_format_bytes(required)}, but rank {rank} has only {_format_bytes(least)} available"
 
 
 def free_bytes(world: World) -> int:
@@ -431,7 +433,7 @@ def free_bytes(world: World) -> int:
     return _share_of_host(world)
 
 
-def fits_host(world: World, required: int) -> bool:
+def can_allocate_on_host(world: World, required: int) -> bool:
     """Return whether each rank can allocate its ``required`` bytes in its host's memory, the same on all.
 
     Every rank must call this.
@@ -443,5 +445,5 @@ def _share_of_host(world: World) -> int:
     return detect().usable_bytes // world.local_size
 
 
-def _size(count: float) -> str:
+def _format_bytes(count: float) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -11,7 +11,7 @@ from trainwright.errors import RequestError
 from trainwright.machine.describe import Cluster
 from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.workload import Choice, MixedPrecision, Recompute, Workload
-from trainwright.recipe.strategy_spec import all_specs, spec_of
+from trainwright.recipe.strategy_spec import load_strategies, look_up_strategy
 
 # Numbers of micro-batches that a device's share is divided into, down to single rows.
 _DIVISIONS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, *(2**n for n in range(7, 40)))
@@ -88,7 +88,7 @@ class Constraints:
 LAYOUT_KEYS = tuple(field.name for field in fields(ParallelLayout) if field.name != "strategy")
 
 
-def worlds(workload: Workload, cluster: Cluster, constraints: Constraints) -> tuple[int, ...]:
+def list_worlds(workload: Workload, cluster: Cluster, constraints: Constraints) -> tuple[int, ...]:
     """Return the numbers of processes to try; empty if none is valid.
 
     On GPUs one per device, as long as each has a row; fewer are worthwhile only where communication costs more than it
@@ -100,10 +100,10 @@ def worlds(workload: Workload, cluster: Cluster, constraints: Constraints) -> tu
     if constraints.worlds:
         return constraints.worlds
     strategy = constraints.fixed.get("strategy")
-    if strategy is not None and spec_of(strategy).is_one_process:
+    if strategy is not None and look_up_strategy(strategy).is_one_process:
         return (1,)
     rows = max(1, math.ceil(workload.global_batch_rows))
-    usual = _usual_worlds(rows, cluster)
+    usual = _list_usual_worlds(rows, cluster)
     limit = cluster.devices if cluster.has_gpus else cluster.cpu_cores
     largest = next(
         (n for n in range(min(limit, usual[0]), 0, -1) if not constraints.why_not(n, constraints.given_up)), None
@@ -114,7 +114,7 @@ def worlds(workload: Workload, cluster: Cluster, constraints: Constraints) -> tu
     return tuple(n for n in counts if not constraints.why_not(n, constraints.given_up))
 
 
-def _usual_worlds(rows: int, cluster: Cluster) -> tuple[int, ...]:
+def _list_usual_worlds(rows: int, cluster: Cluster) -> tuple[int, ...]:
     if cluster.device == "cpu":
         limit = min(cluster.cpu_cores, rows)
         return tuple(sorted({n for n in (1, 2, 4, 8, 16, 32, 64, limit) if n <= limit}, reverse=True))
@@ -124,7 +124,7 @@ def _usual_worlds(rows: int, cluster: Cluster) -> tuple[int, ...]:
     return tuple(sorted({limit, *(n for n in fewer if 0 < n <= limit)}, reverse=True))
 
 
-def layouts(
+def iterate_layouts(
     processes: int, cluster: Cluster, constraints: Constraints, rows: float = math.inf
 ) -> Iterator[ParallelLayout]:
     """Yield the layouts to try, the simpler ones first, which are preferred where two are equally fast.
@@ -134,9 +134,9 @@ def layouts(
     strategy = constraints.fixed.get("strategy")
     candidates = [
         layout
-        for layout in _all_layouts(processes, cluster, strategy)
+        for layout in _iterate_all_layouts(processes, cluster, strategy)
         if constraints.allows("strategy", layout.strategy)
-        and (processes <= rows or spec_of(layout.strategy).shards)
+        and (processes <= rows or look_up_strategy(layout.strategy).shards)
         and all(constraints.allows(key, getattr(layout, key)) for key in LAYOUT_KEYS)
     ]
     if (
@@ -150,12 +150,12 @@ def layouts(
         )
     yield from candidates
     if "replicate_size" in constraints.fixed and constraints.fixed["replicate_size"] > 1:
-        yield from _with_replicas(processes, constraints)
+        yield from _iterate_replica_layouts(processes, constraints)
 
 
-def _all_layouts(processes: int, cluster: Cluster, strategy: str | None) -> Iterator[ParallelLayout]:
+def _iterate_all_layouts(processes: int, cluster: Cluster, strategy: str | None) -> Iterator[ParallelLayout]:
     offloading = []
-    for name, spec in all_specs().items() if strategy is None else ((strategy, spec_of(strategy)),):
+    for name, spec in load_strategies().items() if strategy is None else ((strategy, look_up_strategy(strategy)),):
         if processes < spec.least_processes or processes > (spec.most_processes or processes):
             continue
         all_of_strategy = [ParallelLayout(name, **values) for values in spec.layouts]
@@ -164,13 +164,13 @@ def _all_layouts(processes: int, cluster: Cluster, strategy: str | None) -> Iter
         # On one process the strategies for several are tried only if requested.
         if processes > 1 or spec.is_one_process or strategy is not None:
             yield from on_device
-            for replicas in _replica_counts(processes, cluster) if "replicate_size" in spec.keys else ():
+            for replicas in _list_replica_counts(processes, cluster) if "replicate_size" in spec.keys else ():
                 yield from (replace(layout, replicate_size=replicas) for layout in on_device)
     if cluster.has_gpus:
         yield from offloading
 
 
-def _replica_counts(processes: int, cluster: Cluster) -> list[int]:
+def _list_replica_counts(processes: int, cluster: Cluster) -> list[int]:
     """Return the numbers of replicas that keep collectives within one node or a few nodes."""
     node = cluster.devices_per_node
     if cluster.device == "cpu" or processes <= node or processes % node:
@@ -180,40 +180,40 @@ def _replica_counts(processes: int, cluster: Cluster) -> list[int]:
     return counts if len(counts) <= 4 else [counts[0], counts[len(counts) // 2], counts[-2], counts[-1]]
 
 
-def _with_replicas(processes: int, constraints: Constraints) -> Iterator[ParallelLayout]:
+def _iterate_replica_layouts(processes: int, constraints: Constraints) -> Iterator[ParallelLayout]:
     replicas = constraints.fixed["replicate_size"]
     if processes % replicas or processes == replicas:
         return
-    for name, spec in all_specs().items():
+    for name, spec in load_strategies().items():
         if "replicate_size" in spec.keys and constraints.allows("strategy", name):
             for reshard in constraints.options("reshard_after_forward", (False, True)):
                 yield ParallelLayout(name, replicas, reshard, constraints.fixed.get("offload_parameters", False))
 
 
-def micro_batches(workload: Workload, processes: int, constraints: Constraints) -> list[tuple[int, int]]:
+def list_micro_batches(workload: Workload, processes: int, constraints: Constraints) -> list[tuple[int, int]]:
     """Return pairs of rows per micro-batch and accumulation steps that make the global batch, the largest first."""
     total = max(1, math.ceil(workload.global_batch_rows))
     share = math.ceil(total / processes)
     steps = constraints.fixed.get("gradient_accumulation_steps")
     if "micro_batch_size" in constraints.fixed:
         rows = constraints.fixed["micro_batch_size"]
-        passes = _passes(total, rows, processes)
+        passes = _count_passes(total, rows, processes)
         return [(rows, passes)] if steps is None or steps == passes else []
     if steps is not None:
         rows = max(1, math.ceil(share / steps))
         # A pack more or less does not change the result: the batch is what this number of passes holds.
-        return [(rows, steps)] if workload.packed or _passes(total, rows, processes) == steps else []
+        return [(rows, steps)] if workload.packed or _count_passes(total, rows, processes) == steps else []
     limit = max(1, _MOST_TOKENS // workload.row_tokens)
     sizes = sorted({rows for n in _DIVISIONS if (rows := math.ceil(share / n)) <= limit} | {1}, reverse=True)
     return [(rows, math.ceil(share / rows)) for rows in sizes]
 
 
-def _passes(rows: int, micro_batch: int, processes: int) -> int:
+def _count_passes(rows: int, micro_batch: int, processes: int) -> int:
     """Return the number of micro-batches of the busiest process."""
     return math.ceil(math.ceil(rows / micro_batch) / processes)
 
 
-def recomputations(workload: Workload, constraints: Constraints) -> tuple[Recompute, ...]:
+def list_recomputations(workload: Workload, constraints: Constraints) -> tuple[Recompute, ...]:
     """Return the recomputation options, the least recomputation first.
 
     Raises:
@@ -229,7 +229,7 @@ def recomputations(workload: Workload, constraints: Constraints) -> tuple[Recomp
     return tuple(o for o in options if not isinstance(o, int) or o <= workload.facts.layers)
 
 
-def precision_of(cluster: Cluster) -> tuple[MixedPrecision, str]:
+def choose_hardware_precision(cluster: Cluster) -> tuple[MixedPrecision, str]:
     """Return the precision for this hardware if the recipe leaves it open and nothing was measured, and the reason."""
     rates = cluster.card.rates
     if "bf16" in rates or cluster.card.capability >= (8, 0):
@@ -239,20 +239,20 @@ def precision_of(cluster: Cluster) -> tuple[MixedPrecision, str]:
     return "no", "no hardware support for bf16, so fp32"
 
 
-def precision_for(constraints: Constraints, cluster: Cluster) -> MixedPrecision:
+def choose_precision(constraints: Constraints, cluster: Cluster) -> MixedPrecision:
     """Return the precision of the recipe, or else the fastest one found, or else that of the hardware."""
     fixed: MixedPrecision | None = constraints.fixed.get("mixed_precision")
-    return fixed or constraints.precision or precision_of(cluster)[0]
+    return fixed or constraints.precision or choose_hardware_precision(cluster)[0]
 
 
-def precisions(constraints: Constraints, rates: Rates) -> tuple[MixedPrecision, ...]:
+def list_precisions(constraints: Constraints, rates: Rates) -> tuple[MixedPrecision, ...]:
     """Return the precisions to try; on a CPU with measured rates both, the simpler one first."""
     if "mixed_precision" in constraints.fixed or rates.cluster.device != "cpu" or not rates.are_measured:
-        return (precision_for(constraints, rates.cluster),)
+        return (choose_precision(constraints, rates.cluster),)
     return ("no", "bf16")
 
 
-def choice_of(
+def build_choice(
     layout: ParallelLayout,
     processes: int,
     micro: tuple[int, int],
@@ -269,7 +269,7 @@ def choice_of(
         num_processes=processes,
         micro_batch_size=micro[0],
         gradient_accumulation_steps=micro[1],
-        mixed_precision=precision_for(constraints, cluster),
+        mixed_precision=choose_precision(constraints, cluster),
         activation_checkpointing=recompute,
         activation_offload=constraints.fixed.get("activation_offload", False),
         compile=constraints.fixed.get("compile", False),
@@ -277,6 +277,6 @@ def choice_of(
     )
 
 
-def layout_of(choice: Choice) -> ParallelLayout:
+def build_layout(choice: Choice) -> ParallelLayout:
     """Return the layout of a choice."""
     return ParallelLayout(choice.strategy, **{key: getattr(choice, key) for key in LAYOUT_KEYS})

@@ -10,7 +10,7 @@ import typer
 
 from trainwright.cli.command import NamesInHelp, TrustCode, command
 from trainwright.errors import EXIT_MACHINE
-from trainwright.utils.text import columns, say
+from trainwright.utils.text import find_terminal_width, say
 
 
 @command(cls=NamesInHelp)
@@ -86,7 +86,7 @@ def plan(
 
         say(json.dumps(run_plan.as_json(), indent=2), wrap=False)
     else:
-        for line in run_plan.lines(compare, columns(sys.stdout) if sys.stdout.isatty() else None):
+        for line in run_plan.lines(compare, find_terminal_width(sys.stdout) if sys.stdout.isatty() else None):
             say(line)
     if not run_plan.fits:
         raise typer.Exit(EXIT_MACHINE)

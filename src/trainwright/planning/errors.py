@@ -57,7 +57,7 @@ class Errors:
         return " and ".join(self.kinds)
 
 
-def interval_of(ratios: Iterable[float]) -> Interval | None:
+def estimate_interval(ratios: Iterable[float]) -> Interval | None:
     """Return the interval in which another run's ratio of measured to predicted lies; None for fewer than ``FEWEST``.
 
     Of n runs, another one is as likely below the lowest, between two neighbours, and above the highest; between two,
@@ -68,15 +68,15 @@ def interval_of(ratios: Iterable[float]) -> Interval | None:
         return None
     outside = round((1 - SHARE) / 2, 9)
     if outside * (len(logarithms) + 1) >= 1:
-        low, high = (_quantile(logarithms, part) for part in (outside, 1 - outside))
+        low, high = (_interpolate_quantile(logarithms, part) for part in (outside, 1 - outside))
     else:
-        middle, width = mean(logarithms), _students_quantile(1 - outside, len(logarithms) - 1)
+        middle, width = mean(logarithms), _compute_students_quantile(1 - outside, len(logarithms) - 1)
         width *= stdev(logarithms) * math.sqrt(1 + 1 / len(logarithms))
         low, high = middle - width, middle + width
     return Interval(math.exp(min(low, 0.0)), math.exp(max(high, 0.0)), len(logarithms))
 
 
-def classes_of(workload: Workload, choice: Choice, cluster: Cluster) -> tuple[str, ...]:
+def list_kinds(workload: Workload, choice: Choice, cluster: Cluster) -> tuple[str, ...]:
     """Return all kinds of a run: what is trained, and what makes it harder to predict."""
     if cluster.device == "cpu":
         return ("CPU",)
@@ -94,19 +94,19 @@ def classes_of(workload: Workload, choice: Choice, cluster: Cluster) -> tuple[st
     return tuple(name for name, holds_now in holds.items() if holds_now)
 
 
-def errors_of(workload: Workload, choice: Choice, cluster: Cluster) -> Errors:
+def look_up_errors(workload: Workload, choice: Choice, cluster: Cluster) -> Errors:
     """Return the errors of a run's kinds; of several, the wider bound on each side."""
-    return _errors(classes_of(workload, choice, cluster))
+    return _build_errors(list_kinds(workload, choice, cluster))
 
 
 @cache
-def _errors(kinds: tuple[str, ...]) -> Errors:
-    return Errors(_widest(kinds, "memory"), _widest(kinds, "speed"), kinds)
+def _build_errors(kinds: tuple[str, ...]) -> Errors:
+    return Errors(_find_widest(kinds, "memory"), _find_widest(kinds, "speed"), kinds)
 
 
-def _widest(kinds: tuple[str, ...], what: str) -> Interval:
+def _find_widest(kinds: tuple[str, ...], what: str) -> Interval:
     """Return the widest interval of the kinds; a kind with too few known runs has that of all runs."""
-    known = _read()["classes"]
+    known = _read_ratios()["classes"]
     intervals = [Interval(**known[kind][what]) if known.get(kind, {}).get(what) else None for kind in kinds]
     of_all = Interval(**known[_ALL][what])
     some = [one or of_all for one in intervals]
@@ -115,19 +115,19 @@ def _widest(kinds: tuple[str, ...], what: str) -> Interval:
 
 
 @cache
-def _read() -> dict[str, Any]:
+def _read_ratios() -> dict[str, Any]:
     content: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return content
 
 
-def _quantile(values: list[float], part: float) -> float:
+def _interpolate_quantile(values: list[float], part: float) -> float:
     position = part * (len(values) + 1) - 1
     below = int(position)
     above = min(below + 1, len(values) - 1)
     return values[below] + (values[above] - values[below]) * (position - below)
 
 
-def _students_quantile(part: float, freedom: int) -> float:
+def _compute_students_quantile(part: float, freedom: int) -> float:
     """Return a quantile of Student's distribution (Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5),
     0.3 % off at 3 degrees of freedom.
     """

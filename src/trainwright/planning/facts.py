@@ -13,26 +13,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainwright.data.tokens.lengths import (
     Lengths,
     check_length,
+    check_repetition,
+    describe_rows,
     estimate,
-    longest_of,
-    mixed,
-    recall,
-    recall_sources,
-    repeated,
-    rows_of,
+    find_longest,
+    mix_lengths,
+    recall_lengths,
+    recall_source_lengths,
 )
 from trainwright.errors import RequestError
-from trainwright.machine.cache import cache_root
+from trainwright.machine.cache import find_cache_root
 from trainwright.models.gpt.variants import MODEL_TYPE
-from trainwright.models.supported import check_packable, check_trainable, unpackable
-from trainwright.planning.trace.catalog import KnownModel, families, find_model, known_model, nearest_models
+from trainwright.models.supported import check_packable, check_trainable, explain_unpackable
+from trainwright.planning.trace.catalog import KnownModel, find_model, list_families, look_up_model, suggest_models
 from trainwright.planning.trace.request import TracedModel
 from trainwright.planning.workload import Workload
 from trainwright.recipe.files import read_json
-from trainwright.recipe.modalities import text_part
+from trainwright.recipe.modalities import select_text_config
 from trainwright.recipe.sections.model import OWN, ModelSection, check_sizes
-from trainwright.utils.paths import user_path
-from trainwright.utils.text import plural
+from trainwright.utils.paths import expand_user_path
+from trainwright.utils.text import format_plural
 
 if TYPE_CHECKING:
     from trainwright.data.rows.formats import Example
@@ -64,7 +64,7 @@ class Facts(NamedTuple):
     estimated: bool = False
 
 
-def facts_of(recipe: RecipeSchema) -> Facts:
+def build_facts(recipe: RecipeSchema) -> Facts:
     """Return the workload of ``recipe``.
 
     Raises:
@@ -73,28 +73,28 @@ def facts_of(recipe: RecipeSchema) -> Facts:
     """
     needs = recipe.spec.needs(recipe)
     if needs.own_model is not None:
-        return _of_own_model(recipe, needs.own_model)
+        return _build_own_facts(recipe, needs.own_model)
     check_model(recipe.model, recipe.data.pack_length)
     assumptions: list[str] = []
     data, train = recipe.data, recipe.train
-    stages = _stages(recipe, needs, assumptions) if data.stages is not None else []
-    lengths = mixed(stages) if stages else _lengths(recipe, needs, assumptions)
+    stages = _estimate_stages(recipe, needs, assumptions) if data.stages is not None else []
+    lengths = mix_lengths(stages) if stages else _estimate_lengths(recipe, needs, assumptions)
     parts = [part for part, examples in stages if examples] or [lengths]  # whose largest batches are planned
-    size = _examples_per_step(recipe, lengths)
-    if lengths.examples is not None and (remark := repeated(size, lengths.examples)) is not None:
+    size = _estimate_examples_per_step(recipe, lengths)
+    if lengths.examples is not None and (remark := check_repetition(size, lengths.examples)) is not None:
         assumptions.append(remark)
     rows, _ = lengths.rows(size, data.pack_length)
     fullest = max(part.rows(size, data.pack_length)[1] for part in parts)
-    steps = _steps(recipe, lengths)
+    steps = _count_steps(recipe, lengths)
     if train.batch_unit == "examples":
-        most_tokens = max(part.max_batch_tokens(size, steps) for part in parts)
+        most_tokens = max(part.estimate_max_batch_tokens(size, steps) for part in parts)
     else:
         most_tokens = float(train.global_batch_size)
     if train.batch_unit == "packs":
         rows = float(train.global_batch_size)
         most_tokens *= fullest
-    configuration = configuration_of(recipe.model)
-    workload = _workload(
+    configuration = read_configuration(recipe.model)
+    workload = _build_workload(
         recipe,
         TracedModel.of(configuration, recipe),
         row_tokens=fullest,
@@ -108,23 +108,23 @@ def facts_of(recipe: RecipeSchema) -> Facts:
         steps=steps,
         evaluates=data.validation is not None,
         answers=bool(recipe.evaluate.prompts or recipe.evaluate.metrics),
-        saved_width=_saved_width(recipe.model, configuration),
+        saved_width=_look_up_saved_width(recipe.model, configuration),
         batch_tokens=size * lengths.mean,
         fresh=recipe.model.config is not None,
         most_batch_tokens=most_tokens,
         lengths=lengths.spread() if data.pack_length is not None else (),
-        batch_documents=() if data.pack_length is not None else longest_of(parts, size),
+        batch_documents=() if data.pack_length is not None else find_longest(parts, size),
         max_length=data.max_length,
         # A model that is initialized at random has no trained weights to adapt.
         takes_adapters=recipe.model.config is None
         and configuration.get("model_type") not in (MODEL_TYPE, OWN)
         and recipe.model.trained_patterns is None,
     )
-    _check(workload, data)
+    _check_positions(workload, data)
     return Facts(workload, tuple(assumptions), estimated=not lengths.exact)
 
 
-def _workload(recipe: RecipeSchema, model: TracedModel, **sizes: Any) -> Workload:
+def _build_workload(recipe: RecipeSchema, model: TracedModel, **sizes: Any) -> Workload:
     """Return the workload of a recipe. ``sizes``: what its rows and its model decide."""
     train, optimizer = recipe.train, recipe.optimizer
     return Workload(
@@ -142,17 +142,17 @@ def _workload(recipe: RecipeSchema, model: TracedModel, **sizes: Any) -> Workloa
     )
 
 
-def _saved_width(model: ModelSection, configuration: Mapping[str, Any]) -> int:
+def _look_up_saved_width(model: ModelSection, configuration: Mapping[str, Any]) -> int:
     """Return the bytes of an element of the saved model."""
-    from trainwright.models.resolve_model import saved_precision
+    from trainwright.models.resolve_model import choose_saved_precision
 
-    return 4 if saved_precision(model, configuration) == "fp32" else 2
+    return 4 if choose_saved_precision(model, configuration) == "fp32" else 2
 
 
-def _of_own_model(recipe: RecipeSchema, model: TaskModel) -> Facts:
+def _build_own_facts(recipe: RecipeSchema, model: TaskModel) -> Facts:
     train = recipe.train
     return Facts(
-        _workload(
+        _build_workload(
             recipe,
             TracedModel.of(model.config),
             row_tokens=model.tokens,
@@ -168,7 +168,7 @@ def _of_own_model(recipe: RecipeSchema, model: TaskModel) -> Facts:
     )
 
 
-def configuration_of(model: ModelSection) -> Mapping[str, Any]:
+def read_configuration(model: ModelSection) -> Mapping[str, Any]:
     """Return the configuration of the model that a recipe names; weights are not read.
 
     Raises:
@@ -176,25 +176,25 @@ def configuration_of(model: ModelSection) -> Mapping[str, Any]:
     """
     if model.config is not None:
         check_model(model)
-        configuration = _with_class(_fresh(model), model)
+        configuration = _add_class(_fill_vocabulary(model), model)
         _check_sizes_given(configuration, "model.config")
         return configuration
     assert model.name is not None, "a recipe has a name or a config"
-    if (known := _catalogd(model.name)) is not None:
+    if (known := _look_up_known(model.name)) is not None:
         check_model(model)
-        return _with_rows(text_part(known.config), model)
-    file = _config_here(model.name) or _located(model) / "config.json"
+        return _add_rows(select_text_config(known.config), model)
+    file = _find_config(model.name) or _locate_model(model) / "config.json"
     if model.is_own:
-        return _with_class(dict(read_json(file)), model)
-    return _with_rows(configuration_of_file(file, f"model.name: {file.parent}"), model)
+        return _add_class(dict(read_json(file)), model)
+    return _add_rows(read_configuration_file(file, f"model.name: {file.parent}"), model)
 
 
-def _with_rows(configuration: Mapping[str, Any], model: ModelSection) -> Mapping[str, Any]:
+def _add_rows(configuration: Mapping[str, Any], model: ModelSection) -> Mapping[str, Any]:
     """Return the configuration with the recipe's overrides, and a row of the embeddings for each token that it adds."""
-    configuration = model.overridden(configuration)
+    configuration = model.override_configuration(configuration)
     if not model.added_tokens.names:
         return configuration
-    from trainwright.models.added_tokens import needed_rows
+    from trainwright.models.added_tokens import count_needed_rows
     from trainwright.models.resolve_model import complete_tokenizer, is_here
 
     text = configuration.get("text_config")
@@ -202,7 +202,7 @@ def _with_rows(configuration: Mapping[str, Any], model: ModelSection) -> Mapping
     size = int(inner["vocab_size"])
     name = model.tokenizer if model.tokenizer is not None and "/" in model.tokenizer else str(model.name)
     if is_here(name) or model.tokenizer == "bytes":
-        rows = needed_rows(size, complete_tokenizer(model), model.added_tokens)
+        rows = count_needed_rows(size, complete_tokenizer(model), model.added_tokens)
     else:  # whether the model has rows to spare is not known
         rows = size + len(model.added_tokens.names)
     return {
@@ -211,7 +211,7 @@ def _with_rows(configuration: Mapping[str, Any], model: ModelSection) -> Mapping
     }
 
 
-def _with_class(fields: dict[str, Any], model: ModelSection) -> dict[str, Any]:
+def _add_class(fields: dict[str, Any], model: ModelSection) -> dict[str, Any]:
     """Return the configuration of a module of the user's own with its class and a hash of the file that has it, so that
     a trace of it is not taken for one of other code; other configurations unchanged.
 
@@ -220,9 +220,9 @@ def _with_class(fields: dict[str, Any], model: ModelSection) -> dict[str, Any]:
     """
     if not model.is_own:
         return fields
-    from trainwright.models.own_module import class_of
+    from trainwright.models.own_module import import_class
 
-    file = Path(inspect.getfile(class_of(model.implementation)))
+    file = Path(inspect.getfile(import_class(model.implementation)))
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     return {**fields, "implementation": model.implementation, "source_sha256": digest}
 
@@ -247,58 +247,58 @@ def check_model(model: ModelSection, pack_length: int | None = None) -> bool:
     Raises:
         RequestError: states the type of the model, or why packing would mix sequences.
     """
-    if (config_and_origin := _at_hand(model)) is None:
+    if (config_and_origin := _find_local(model)) is None:
         return False
-    check_trainable(config_and_origin[0], config_and_origin[1], families())
+    check_trainable(config_and_origin[0], config_and_origin[1], list_families())
     _refuse_unnamed(config_and_origin[0])
     check_packable(config_and_origin[0], pack_length)
     return True
 
 
-def packs(model: str, length: int) -> bool:
+def can_pack(model: str, length: int) -> bool:
     """Return whether a model, given by name, directory or config.json, can be trained on packs of ``length`` tokens."""
-    path = user_path(model)
-    content = _read_config(path) if path.suffix == ".json" else (_named(model) or ({}, ""))[0]
-    return not isinstance(content, dict) or unpackable(content, length) is None
+    path = expand_user_path(model)
+    content = _read_config(path) if path.suffix == ".json" else (_find_named(model) or ({}, ""))[0]
+    return not isinstance(content, dict) or explain_unpackable(content, length) is None
 
 
-def experts_notes(model: ModelSection) -> list[str]:
+def list_expert_notes(model: ModelSection) -> list[str]:
     """Return a message about experts that the recipe's adapter leaves out, if there are some."""
     if (
         model.adapter.type == "none"
-        or (config_and_origin := _at_hand(model)) is None
+        or (config_and_origin := _find_local(model)) is None
         or not any("expert" in key for key in config_and_origin[0])
     ):
         return []
-    from trainwright.models.adapters.config import experts_left_out
-    from trainwright.models.configuration import NOT_MADE, config_of, without_ignored
-    from trainwright.models.files import skeleton
+    from trainwright.models.adapters.config import describe_experts_left_out
+    from trainwright.models.configuration import NOT_MADE, build_config, drop_ignored
+    from trainwright.models.files import build_skeleton
 
-    configuration = without_ignored(text_part(config_and_origin[0]))
+    configuration = drop_ignored(select_text_config(config_and_origin[0]))
     try:
-        config = config_of(configuration.pop("model_type"), configuration)
-        note = experts_left_out(model.adapter, skeleton(config))
+        config = build_config(configuration.pop("model_type"), configuration)
+        note = describe_experts_left_out(model.adapter, build_skeleton(config))
     except (RequestError, *NOT_MADE):  # which the check of the model reports
         return []
     return [] if note is None else [note]
 
 
-def _at_hand(model: ModelSection) -> tuple[Mapping[str, Any], str] | None:
+def _find_local(model: ModelSection) -> tuple[Mapping[str, Any], str] | None:
     """Return a model's configuration, if available locally, and the prefix of error messages about it."""
     if model.config is not None:
         return (model.fresh or {}) if model.is_own else model.config, "model.config"
-    config_and_origin = None if model.name is None else _named(model.name)
+    config_and_origin = None if model.name is None else _find_named(model.name)
     if config_and_origin is not None and model.overrides:
-        return model.overridden(config_and_origin[0]), config_and_origin[1]
+        return model.override_configuration(config_and_origin[0]), config_and_origin[1]
     if config_and_origin is not None and model.is_own:
         return {**config_and_origin[0], "implementation": model.implementation}, config_and_origin[1]
     return config_and_origin
 
 
-def _named(name: str) -> tuple[Mapping[str, Any], str] | None:
-    if (known := _catalogd(name)) is not None:
+def _find_named(name: str) -> tuple[Mapping[str, Any], str] | None:
+    if (known := _look_up_known(name)) is not None:
         return known.config, f"model.name: {name}"
-    file = _config_here(name)
+    file = _find_config(name)
     content = _read_config(file) if file is not None else None
     return (content, f"model.name: {file.parent}") if file is not None and isinstance(content, dict) else None
 
@@ -306,9 +306,9 @@ def _named(name: str) -> tuple[Mapping[str, Any], str] | None:
 def _refuse_unnamed(content: Mapping[str, Any]) -> None:
     """Raise RequestError for a saved module of somebody's own whose class the recipe does not name."""
     if content.get("model_type") == OWN and content.get("implementation") is None:
-        from trainwright.models.own_module import class_of
+        from trainwright.models.own_module import import_class
 
-        class_of(None)
+        import_class(None)
 
 
 def _read_config(file: Path) -> Any:
@@ -317,38 +317,38 @@ def _read_config(file: Path) -> Any:
     return {key: content[key] for key in content if key != "implementation"} if isinstance(content, dict) else content
 
 
-def _catalogd(name: str) -> KnownModel | None:
-    return None if user_path(name).exists() else known_model(name)
+def _look_up_known(name: str) -> KnownModel | None:
+    return None if expand_user_path(name).exists() else look_up_model(name)
 
 
-def _config_here(name: str) -> Path | None:
+def _find_config(name: str) -> Path | None:
     """Return the path of config.json in the directory that a recipe names, or in the Hugging Face cache."""
-    path = user_path(name)
+    path = expand_user_path(name)
     if path.is_dir() and (path / "config.json").is_file():
         return path / "config.json"
-    return _cached_config(name)
+    return _find_cached_config(name)
 
 
-def configuration_named(name: str) -> Mapping[str, Any]:
+def read_named_configuration(name: str) -> Mapping[str, Any]:
     """Return the configuration of a known model, a directory with a config.json, or such a file.
 
     Raises:
         RequestError: the model is unknown; the message names similar ones.
     """
-    path = user_path(name)
+    path = expand_user_path(name)
     if path.suffix == ".json":
-        return configuration_of_file(path)
+        return read_configuration_file(path)
     if path.is_dir():
-        return configuration_of_file(path / "config.json")
-    known = known_model(name)
-    if known is None and (file := _cached_config(name)) is not None:
-        return configuration_of_file(file)
+        return read_configuration_file(path / "config.json")
+    known = look_up_model(name)
+    if known is None and (file := _find_cached_config(name)) is not None:
+        return read_configuration_file(file)
     resolved = known or find_model(name)
-    check_trainable(resolved.config, name, families())
-    return text_part(resolved.config)
+    check_trainable(resolved.config, name, list_families())
+    return select_text_config(resolved.config)
 
 
-def full_rows(recipe: RecipeSchema) -> Facts:
+def assume_full_rows(recipe: RecipeSchema) -> Facts:
     """Return the workload of a recipe whose data is not read: full rows with sequences of the maximum length."""
     data, train = recipe.data, recipe.train
     assert recipe.model.name is not None
@@ -356,9 +356,9 @@ def full_rows(recipe: RecipeSchema) -> Facts:
     row, sequence = data.pack_length or data.max_length, data.max_length
     sequences = "one sequence" if sequence == row else f"sequences of {sequence} tokens"
     assumptions = [f"every row is full, {sequences} each"]
-    workload = _workload(
+    workload = _build_workload(
         recipe,
-        TracedModel.of(recipe.model.overridden(configuration_named(recipe.model.name)), recipe),
+        TracedModel.of(recipe.model.override_configuration(read_named_configuration(recipe.model.name)), recipe),
         row_tokens=row,
         global_batch_rows=train.global_batch_size,
         packed=data.pack_length is not None,
@@ -366,14 +366,14 @@ def full_rows(recipe: RecipeSchema) -> Facts:
         longest_document=sequence,
         max_length=sequence,
     )
-    _check(workload, data)
+    _check_positions(workload, data)
     steps = train.max_steps
     if train.max_tokens is not None:
         steps = max(1, round(train.max_tokens / workload.tokens))
     return Facts(replace(workload, steps=steps), tuple(assumptions))
 
 
-def configuration_of_file(file: Path, where: str | None = None) -> Mapping[str, Any]:
+def read_configuration_file(file: Path, where: str | None = None) -> Mapping[str, Any]:
     """Return what a config.json describes.
 
     Raises:
@@ -383,20 +383,20 @@ def configuration_of_file(file: Path, where: str | None = None) -> Mapping[str, 
     if not isinstance(content, dict):
         raise RequestError(f"{file}: not a model's configuration, which is a JSON object")
     check_sizes(content, str(file))
-    check_trainable(content, where or str(file), families())
+    check_trainable(content, where or str(file), list_families())
     _refuse_unnamed(content)
     _check_sizes_given(content, str(file))
-    return text_part(content)
+    return select_text_config(content)
 
 
-def _check(workload: Workload, data: DataSection) -> None:
+def _check_positions(workload: Workload, data: DataSection) -> None:
     """Raise a RequestError if examples are longer than the model's positions."""
     facts = workload.facts
-    if facts.family in (*families(), MODEL_TYPE):  # for others it is not known whether positions are limited
+    if facts.family in (*list_families(), MODEL_TYPE):  # for others it is not known whether positions are limited
         check_length(data, facts.positions or None)
 
 
-def _fresh(model: ModelSection) -> dict[str, Any]:
+def _fill_vocabulary(model: ModelSection) -> dict[str, Any]:
     """Return a recipe's model configuration with ``vocab_size`` filled in from its tokenizer."""
     config = dict(model.fresh or {})
     if "vocab_size" not in config:
@@ -412,7 +412,7 @@ def _fresh(model: ModelSection) -> dict[str, Any]:
     return config
 
 
-def _cached_config(name: str) -> Path | None:
+def _find_cached_config(name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -423,7 +423,7 @@ def _cached_config(name: str) -> Path | None:
     return Path(file) if isinstance(file, str) else None
 
 
-def _located(model: ModelSection) -> Path:
+def _locate_model(model: ModelSection) -> Path:
     """Return the model's local directory, downloading its configuration if needed.
 
     Raises:
@@ -435,31 +435,31 @@ def _located(model: ModelSection) -> Path:
     try:
         return locate(model.name, "model.name", model.gguf_file, weights=False).directory
     except RequestError as error:
-        near = nearest_models(model.name)
+        near = suggest_models(model.name)
         raise RequestError(f"{error}{f'. Did you mean {near}?' if near else ''}") from error
 
 
-def _lengths(recipe: RecipeSchema, needs: Needs, assumptions: list[str]) -> Lengths:
+def _estimate_lengths(recipe: RecipeSchema, needs: Needs, assumptions: list[str]) -> Lengths:
     data = recipe.data
     if needs.full:
         return Lengths((data.max_length,), None, 1.0)
-    recalled = recall(recipe.model, data, recipe.train.seed, cache_root(), rows_of(recipe))
+    recalled = recall_lengths(recipe.model, data, recipe.train.seed, find_cache_root(), describe_rows(recipe))
     if recalled is not None:
         if data.streaming is not None:
-            many = plural(len(recalled.quantiles), "example")
+            many = format_plural(len(recalled.quantiles), "example")
             assumptions.append(f"examples as long as the first {many}: the others are tokenized while training")
         return recalled
     each = needs.sequences_per_example
-    parts = [] if recipe.spec.corpus else _first_examples(recipe)
+    parts = [] if recipe.spec.corpus else _read_first_examples(recipe)
     if data.train is None and parts:
         others = [sequence for part in parts[1:] for example in part for sequence in example]
-        examples = _completed(parts[0], each, others)
+        examples = _complete_examples(parts[0], each, others)
     else:
-        examples = _completed([example for part in parts for example in part], each)
-    return _estimated(recipe, needs, examples, assumptions)
+        examples = _complete_examples([example for part in parts for example in part], each)
+    return _estimate_from_examples(recipe, needs, examples, assumptions)
 
 
-def _estimated(
+def _estimate_from_examples(
     recipe: RecipeSchema, needs: Needs, examples: list[list[Example]], assumptions: list[str], source: str = ""
 ) -> Lengths:
     max_length, each = recipe.data.max_length, needs.sequences_per_example
@@ -479,36 +479,38 @@ def _estimated(
     return guess
 
 
-def _stages(recipe: RecipeSchema, needs: Needs, assumptions: list[str]) -> list[tuple[Lengths, float]]:
+def _estimate_stages(recipe: RecipeSchema, needs: Needs, assumptions: list[str]) -> list[tuple[Lengths, float]]:
     """Return the lengths of every stage, and the number of its examples, by the mean lengths of the sources."""
     data = recipe.data
-    sources = recall_sources(recipe.model, data, recipe.train.seed, cache_root(), rows_of(recipe))
+    sources = recall_source_lengths(recipe.model, data, recipe.train.seed, find_cache_root(), describe_rows(recipe))
     if needs.full:
         sources = [Lengths((data.max_length,), None, 1.0)] * len(data.sources)
     if sources is None:
         each = needs.sequences_per_example
-        parts = [[]] * len(data.sources) if recipe.spec.corpus else _first_examples(recipe)
+        parts = [[]] * len(data.sources) if recipe.spec.corpus else _read_first_examples(recipe)
         sources = [
-            _estimated(recipe, needs, _completed(part, each), assumptions, name)
+            _estimate_from_examples(recipe, needs, _complete_examples(part, each), assumptions, name)
             for part, name in zip(parts, data.source_names, strict=True)
         ]
-    weights = data.stage_weights([part.examples or 1 for part in sources])
-    return stage_lengths(recipe, [mixed(list(zip(sources, own, strict=True))) for own in weights])
+    weights = data.list_stage_weights([part.examples or 1 for part in sources])
+    return compute_stage_lengths(recipe, [mix_lengths(list(zip(sources, own, strict=True))) for own in weights])
 
 
-def largest_stage(recipe: RecipeSchema) -> StageSection:
+def find_largest_stage(recipe: RecipeSchema) -> StageSection:
     """Return the stage that needs most memory, as one that lasts as long as the run."""
-    lengths = [part for part, _ in _stages(recipe, recipe.spec.needs(recipe), [])]
-    sizes = [(part.longest, part.max_batch_tokens(_examples_per_step(recipe, part))) for part in lengths]
+    lengths = [part for part, _ in _estimate_stages(recipe, recipe.spec.needs(recipe), [])]
+    sizes = [
+        (part.longest, part.estimate_max_batch_tokens(_estimate_examples_per_step(recipe, part))) for part in lengths
+    ]
     stage: StageSection = (recipe.data.stages or [])[sizes.index(max(sizes))]
     return stage.model_copy(update={"until": None})
 
 
-def stage_lengths(recipe: RecipeSchema, lengths: Sequence[Lengths]) -> list[tuple[Lengths, float]]:
+def compute_stage_lengths(recipe: RecipeSchema, lengths: Sequence[Lengths]) -> list[tuple[Lengths, float]]:
     """Return the lengths of each stage with the number of its examples; 0 behind the end of the run."""
     end, stages, done = recipe.train.end, [], {"steps": 0.0, "tokens": 0.0}
     for stage, own in zip(recipe.data.stages or (), lengths, strict=True):
-        size = _examples_per_step(recipe, own)
+        size = _estimate_examples_per_step(recipe, own)
         per_step = {"steps": 1.0, "tokens": size * own.mean}
         ends = [until for until in (stage.end, end) if until is not None]
         steps = max(0.0, min((until.number - done[until.unit]) / per_step[until.unit] for until in ends))
@@ -517,22 +519,22 @@ def stage_lengths(recipe: RecipeSchema, lengths: Sequence[Lengths]) -> list[tupl
     return stages
 
 
-def _first_examples(recipe: RecipeSchema) -> list[list[list[Example]]]:
+def _read_first_examples(recipe: RecipeSchema) -> list[list[list[Example]]]:
     """Return the sequences of sample examples of every source, in proportion to their weights."""
-    from trainwright.data.rows.formats import NoTarget, kind_of_rows
+    from trainwright.data.rows.formats import NoTarget, look_up_reader
     from trainwright.data.sources.reading import check_source
-    from trainwright.data.sources.registry import registered_rows, registered_source
+    from trainwright.data.sources.registry import find_registered_source, load_registered_rows
 
     data, total_weight = recipe.data, sum(one.weight for one in recipe.data.sources)
     parts: list[list[list[Example]]] = []
     for one, key in zip(data.sources, data.source_keys, strict=True):
-        files = registered_source(one.source) is None
+        files = find_registered_source(one.source) is None
         examples_of_source = (
-            check_source(one.source, key, one.format == "documents") if files else registered_rows(one.source)
+            check_source(one.source, key, one.format == "documents") if files else load_registered_rows(one.source)
         )
         rows, kind = (
             examples_of_source[: max(1, round(_SAMPLED_ROWS * one.weight / total_weight))],
-            kind_of_rows(recipe, key),
+            look_up_reader(recipe, key),
         )
         parts.append([])
         if not rows:
@@ -545,7 +547,7 @@ def _first_examples(recipe: RecipeSchema) -> list[list[list[Example]]]:
     return parts
 
 
-def _completed(examples: list[list[Example]], each: int, others: Sequence[Example] = ()) -> list[list[Example]]:
+def _complete_examples(examples: list[list[Example]], each: int, others: Sequence[Example] = ()) -> list[list[Example]]:
     """Return the examples with sequences of ``others``, or of the examples, as far as they have less than ``each``.
 
     Args:
@@ -558,20 +560,22 @@ def _completed(examples: list[list[Example]], each: int, others: Sequence[Exampl
     ]
 
 
-def _examples_per_step(recipe: RecipeSchema, lengths: Lengths) -> int:
+def _estimate_examples_per_step(recipe: RecipeSchema, lengths: Lengths) -> int:
     """Return the number of examples of a step; a mean if a batch is counted in packs or tokens."""
     size, pack = recipe.train.global_batch_size, recipe.data.pack_length
     if recipe.train.batch_unit == "tokens":
-        return lengths.examples_of(size)
-    return lengths.examples_in(size, pack) if recipe.train.batch_unit == "packs" and pack is not None else size
+        return lengths.estimate_token_examples(size)
+    return (
+        lengths.estimate_pack_examples(size, pack) if recipe.train.batch_unit == "packs" and pack is not None else size
+    )
 
 
-def _steps(recipe: RecipeSchema, lengths: Lengths) -> int | None:
+def _count_steps(recipe: RecipeSchema, lengths: Lengths) -> int | None:
     train = recipe.train
     if train.max_steps is not None:
         return train.max_steps
     if train.max_tokens is not None:
-        return max(1, round(train.max_tokens / (_examples_per_step(recipe, lengths) * lengths.mean)))
+        return max(1, round(train.max_tokens / (_estimate_examples_per_step(recipe, lengths) * lengths.mean)))
     if lengths.examples is None or train.epochs is None:
         return None
-    return max(1, -(-round(train.epochs * lengths.examples) // _examples_per_step(recipe, lengths)))
+    return max(1, -(-round(train.epochs * lengths.examples) // _estimate_examples_per_step(recipe, lengths)))

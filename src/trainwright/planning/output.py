@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from trainwright.machine.measured.quick import rates_in_words
+from trainwright.machine.measured.quick import describe_rates
 from trainwright.planning.errors import SHARE, Errors
 from trainwright.planning.plan import RunPlan
-from trainwright.planning.reasons import between, closeness, same_place, shortage, verdict
+from trainwright.planning.reasons import (
+    describe_fit,
+    describe_shortage,
+    describe_verdict,
+    format_interval,
+    is_same_place,
+)
 from trainwright.planning.search import Candidate
 from trainwright.planning.step_time.step import StepTime
-from trainwright.utils.drawing import new_figure, save_chart
-from trainwright.utils.text import count, plural, size, span
+from trainwright.utils.drawing import build_figure, save_chart
+from trainwright.utils.text import format_bytes, format_count, format_plural, format_seconds
 
 # Groups of memory, from permanent to temporary, and the characters that draw them.
 _GROUPS = {"weights": "█", "optimizer": "▓", "gradients": "▒", "activations": "░", "rest": "·"}
@@ -36,7 +42,7 @@ _LABEL = 14
 _SHOWN = 8
 
 
-def grouped(candidate: Candidate) -> dict[str, int]:
+def group_memory(candidate: Candidate) -> dict[str, int]:
     """Return the bytes at the peak by ``_GROUPS``; the overhead of the process counts as the rest."""
     sums = dict.fromkeys(_GROUPS, 0)
     for name, taken in candidate.memory.parts.items():
@@ -45,14 +51,14 @@ def grouped(candidate: Candidate) -> dict[str, int]:
     return sums
 
 
-def table(plan: RunPlan, everything: bool = False, width: int | None = None) -> Iterator[str]:
+def format_candidates(plan: RunPlan, everything: bool = False, width: int | None = None) -> Iterator[str]:
     """Yield a line for each candidate, the fastest first; without ``everything`` only the best of each strategy.
 
     If ``width`` is too narrow, memory is not drawn and a verdict has a line of its own.
     """
     narrow = width is not None and width < _WIDE
     best = plan.chosen if plan.fits else None
-    rows = candidates(plan, everything=everything)
+    rows = sort_candidates(plan, everything=everything)
     scale = max([one.needed_bytes for one in rows if one.runs] or [rows[0].needed_bytes]) if rows else 1
     scale = max(scale, plan.chosen.available_bytes if plan.chosen.needed_bytes > scale // 2 else scale)
     yield (
@@ -60,67 +66,69 @@ def table(plan: RunPlan, everything: bool = False, width: int | None = None) -> 
         f"{'step':>10}{'tokens/s':>11}{'MFU':>5}{'' if narrow else '  verdict'}"
     )
     for one in rows:
-        chosen = best is not None and same_place(one.choice, best.choice)
-        row = _row(one, "" if narrow else f"  {_bar(one, scale):<{_BAR}}", chosen=chosen)
+        chosen = best is not None and is_same_place(one.choice, best.choice)
+        row = _format_row(one, "" if narrow else f"  {_draw_bar(one, scale):<{_BAR}}", chosen=chosen)
         why = "chosen" + "; compiled, unlike the others" * one.choice.compile
-        why = why if chosen else verdict(one, plan.search.best)
+        why = why if chosen else describe_verdict(one, plan.search.best)
         yield from (row, f"    {why}") if narrow else (f"{row}  {why}",)
     legend = "" if narrow else "  ".join(f"{mark} {name}" for name, mark in _GROUPS.items()) + "; "
-    free = size(plan.chosen.available_bytes)
+    free = format_bytes(plan.chosen.available_bytes)
     sharing = "all processes together" if plan.cluster.device == "cpu" else "a device"
     yield f"{legend}{free} available ({sharing})"
     if (
         shown := next((one.time for one in rows if one.time is not None and one.time.mfu is not None), None)
     ) is not None:
-        yield f"MFU: of the {_peak(shown)}"
+        yield f"MFU: of the {_describe_peak(shown)}"
     if any(not one.layout.reshard_after_forward for one in rows):
         yield "whole: weights stay gathered between forward and backward (parallel.reshard_after_forward=false)"
 
 
-def words(plan: RunPlan) -> Iterator[str]:
+def describe_plan(plan: RunPlan) -> Iterator[str]:
     """Yield a description of the chosen plan: what runs, why, its memory, and the parts of its time."""
     if not plan.fits:
-        yield shortage(plan.chosen, plan.cluster, plan.suggestions)
+        yield describe_shortage(plan.chosen, plan.cluster, plan.suggestions)
         return
     chosen, time = plan.chosen, plan.chosen.time
     assert time is not None
-    yield from _labelled("chosen", plan.reasons or ["as the recipe says"])
-    yield from _labelled("attention", plan.attention)
-    yield from _labelled("memory", [*_memory_lines(chosen), *_phases(chosen)])
-    yield from _labelled("step", [_time_line(time.parts, time.seconds)])
+    yield from _label_lines("chosen", plan.reasons or ["as the recipe says"])
+    yield from _label_lines("attention", plan.attention)
+    yield from _label_lines("memory", [*_format_memory(chosen), *_format_phases(chosen)])
+    yield from _label_lines("step", [_describe_time(time.parts, time.seconds)])
     speed = f"{time.tokens_per_second:,.0f} tokens/s"
     if chosen.choice.num_processes > 1 and plan.cluster.has_gpus:
         speed += f", {time.tokens_per_second / chosen.choice.num_processes:,.0f} per device"
     if time.mfu is not None:
-        speed += f", {time.mfu:.0%} of the {_peak(time)}"
-    yield from _labelled("speed", [speed, _speed_interval(chosen.errors, time.tokens_per_second)])
+        speed += f", {time.mfu:.0%} of the {_describe_peak(time)}"
+    yield from _label_lines("speed", [speed, _describe_speed_interval(chosen.errors, time.tokens_per_second)])
     if plan.workload.steps is not None:
-        yield from _labelled("run", [_run_line(plan)])
-    yield from _labelled("assumed", [_rates_line(plan), *_own_runs(plan), *plan.assumptions])
+        yield from _label_lines("run", [_describe_run(plan)])
+    yield from _label_lines("assumed", [_describe_rates(plan), *_describe_own_runs(plan), *plan.assumptions])
 
 
-def _peak(time: StepTime) -> str:
+def _describe_peak(time: StepTime) -> str:
     """Return what a share of the peak rate is a share of."""
     return "datasheet's peak rate" if time.peak_is_nominal else "measured peak rate"
 
 
-def summary(plan: RunPlan) -> str:
+def summarize_plan(plan: RunPlan) -> str:
     """Return the chosen plan in one line."""
     chosen, choice, time = plan.chosen, plan.chosen.choice, plan.chosen.time
     trouble = "" if plan.basis.trouble is None else f" by datasheets, as {plan.basis.trouble.partition(', so ')[0]}"
     prefix = f"plan{trouble}: {chosen.layout.describe(choice.num_processes)} on {choice.num_processes}"
-    low, high = (size(round(value)) for value in chosen.errors.memory.of(chosen.memory.total))
-    memory = f"{size(chosen.memory.total)} ({low} to {high}) per process"
+    low, high = (format_bytes(round(value)) for value in chosen.errors.memory.of(chosen.memory.total))
+    memory = f"{format_bytes(chosen.memory.total)} ({low} to {high}) per process"
     if time is None:
-        return f"{prefix}, {memory} of {size(chosen.available_bytes)}: it does not fit"
+        return f"{prefix}, {memory} of {format_bytes(chosen.available_bytes)}: it does not fit"
     slow, fast = chosen.errors.speed.of(time.tokens_per_second)
     speed = f"{time.tokens_per_second:,.0f} ({slow:,.0f} to {fast:,.0f}) tokens/s"
-    line = f"{prefix}, {memory}{', which is close' * chosen.is_close}, {span(time.seconds)} per step, {speed}"
+    line = f"{prefix}, {memory}{', which is close' * chosen.is_close}, {format_seconds(time.seconds)} per step, {speed}"
     steps = plan.workload.steps
-    return line if steps is None else f"{line}, {span(steps * time.seconds)} for {plural(steps, 'step')}"
+    return (
+        line if steps is None else f"{line}, {format_seconds(steps * time.seconds)} for {format_plural(steps, 'step')}"
+    )
 
 
-def candidates(plan: RunPlan, *, everything: bool) -> list[Candidate]:
+def sort_candidates(plan: RunPlan, *, everything: bool) -> list[Candidate]:
     """Return the candidates, the chosen one first, then the others by their speed and those that do not fit.
 
     Args:
@@ -130,7 +138,7 @@ def candidates(plan: RunPlan, *, everything: bool) -> list[Candidate]:
         (one for one in plan.search.candidates if one.runs), key=lambda one: one.time.seconds if one.time else 0
     )
     others = sorted((one for one in plan.search.candidates if not one.runs), key=lambda one: one.shortfall)
-    rows = [plan.chosen, *(one for one in [*runs, *others] if not same_place(one.choice, plan.chosen.choice))]
+    rows = [plan.chosen, *(one for one in [*runs, *others] if not is_same_place(one.choice, plan.chosen.choice))]
     if everything:
         return rows
     fastest: dict[tuple[object, ...], Candidate] = {}
@@ -139,24 +147,24 @@ def candidates(plan: RunPlan, *, everything: bool) -> list[Candidate]:
     return list(fastest.values())[:_SHOWN]
 
 
-def _row(one: Candidate, memory: str, *, chosen: bool) -> str:
+def _format_row(one: Candidate, memory: str, *, chosen: bool) -> str:
     choice, time = one.choice, one.time
     batch = f"{choice.micro_batch_size} x {choice.gradient_accumulation_steps}"
     recompute = str(choice.activation_checkpointing)
     recompute = f"1 in {recompute}" if recompute.isdigit() else recompute
-    shown = ("-", "-") if time is None else (span(time.seconds), f"{time.tokens_per_second:,.0f}")
+    shown = ("-", "-") if time is None else (format_seconds(time.seconds), f"{time.tokens_per_second:,.0f}")
     mfu = "-" if time is None or time.mfu is None else f"{time.mfu:.0%}"
     mark = "*" if chosen else " "
     name = f"{mark}{one.layout.describe(choice.num_processes)}"
     return (
         f"{name:<18}{choice.num_processes:>4} {batch:>8}  {recompute:<9}{memory}"
-        f"{size(one.needed_bytes):>10}{shown[0]:>10}{shown[1]:>11}{mfu:>5}"
+        f"{format_bytes(one.needed_bytes):>10}{shown[0]:>10}{shown[1]:>11}{mfu:>5}"
     )
 
 
-def _bar(one: Candidate, scale: int) -> str:
+def _draw_bar(one: Candidate, scale: int) -> str:
     """Return a bar as long as the needed memory, with an arrow at the end if it does not fit."""
-    groups = grouped(one)
+    groups = group_memory(one)
     total = max(1, sum(groups.values()))
     length = min(1.0, one.needed_bytes / scale) * _BAR
     bar, reached = "", 0.0
@@ -166,58 +174,61 @@ def _bar(one: Candidate, scale: int) -> str:
     return bar if one.fits else bar[: _BAR - 1] + ">"
 
 
-def _memory_lines(chosen: Candidate) -> Iterator[str]:
+def _format_memory(chosen: Candidate) -> Iterator[str]:
     parts = {**chosen.memory.parts, **chosen.memory.overhead}
     largest = sorted(parts.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{name} {size(taken)}" for name, taken in largest if taken > 0.005 * chosen.memory.total)
-    yield f"{size(chosen.memory.total)} per process at the peak: {shown}"
+    shown = ", ".join(f"{name} {format_bytes(taken)}" for name, taken in largest if taken > 0.005 * chosen.memory.total)
+    yield f"{format_bytes(chosen.memory.total)} per process at the peak: {shown}"
     if chosen.is_close:
-        yield f"{closeness(chosen)}, of {size(chosen.available_bytes)}: the largest step is tested before training"
+        yield (
+            f"{describe_fit(chosen)}, of {format_bytes(chosen.available_bytes)}: the largest step is tested before "
+            "training"
+        )
     else:
-        runs = _of_runs(chosen.errors, chosen.errors.memory.runs)
-        yield f"{between(chosen)} is the range of {SHARE * 10:.0f} of 10 such runs ({runs})"
+        runs = _describe_runs(chosen.errors, chosen.errors.memory.runs)
+        yield f"{format_interval(chosen)} is the range of {SHARE * 10:.0f} of 10 such runs ({runs})"
 
 
-def _speed_interval(errors: Errors, predicted: float) -> str:
+def _describe_speed_interval(errors: Errors, predicted: float) -> str:
     low, high = errors.speed.of(predicted)
-    runs = _of_runs(errors, errors.speed.runs)
+    runs = _describe_runs(errors, errors.speed.runs)
     return f"{low:,.0f} to {high:,.0f} tokens/s is the range of {SHARE * 10:.0f} of 10 such runs ({runs})"
 
 
-def _of_runs(errors: Errors, count: int) -> str:
+def _describe_runs(errors: Errors, count: int) -> str:
     """Return which runs an interval is from."""
     if not count:
         return f"{errors.words}: too few such runs, so all known runs are used"
-    return f"{errors.words}: {plural(count, 'run')} compared with their plans"
+    return f"{errors.words}: {format_plural(count, 'run')} compared with their plans"
 
 
-def _phases(chosen: Candidate) -> list[str]:
-    phases = ", ".join(f"{name} {size(taken)}" for name, taken in chosen.memory.phases.items())
+def _format_phases(chosen: Candidate) -> list[str]:
+    phases = ", ".join(f"{name} {format_bytes(taken)}" for name, taken in chosen.memory.phases.items())
     lines = [f"tensors by phase: {phases}"]
     if chosen.host_needed_bytes:
-        lines.append(f"{size(chosen.host_needed_bytes)} in the host's memory of each node")
+        lines.append(f"{format_bytes(chosen.host_needed_bytes)} in the host's memory of each node")
     return lines
 
 
-def _time_line(parts: Mapping[str, float], seconds: float) -> str:
+def _describe_time(parts: Mapping[str, float], seconds: float) -> str:
     shown = [f"{name} {part / seconds:.0%}" for name, part in sorted(parts.items(), key=lambda item: -item[1])]
-    return f"{span(seconds)}: {', '.join(text for text in shown if not text.endswith(' 0%'))}"
+    return f"{format_seconds(seconds)}: {', '.join(text for text in shown if not text.endswith(' 0%'))}"
 
 
-def _rates_line(plan: RunPlan) -> str:
+def _describe_rates(plan: RunPlan) -> str:
     if plan.calibrated:
         return "times measured on this machine"
     if plan.basis.trouble is not None:
         return plan.basis.trouble
     if (measured := plan.basis.measurement) is not None:
-        line = f"times from rates measured on this machine ({measured.measured}): {rates_in_words(measured)}"
+        line = f"times from rates measured on this machine ({measured.measured}): {describe_rates(measured)}"
         return f"{line}; `trainwright machine calibrate` measures them in more detail"
     # Any other machine may only be described, and not be present.
     here = plan.cluster.device == "cpu"
     return f"times from nominal rates{'; `trainwright machine calibrate` measures them' * here}"
 
 
-def _own_runs(plan: RunPlan) -> Iterator[str]:
+def _describe_own_runs(plan: RunPlan) -> Iterator[str]:
     correction = plan.correction
     if not correction.runs:
         return
@@ -228,17 +239,17 @@ def _own_runs(plan: RunPlan) -> Iterator[str]:
     )
 
 
-def _run_line(plan: RunPlan) -> str:
+def _describe_run(plan: RunPlan) -> str:
     time, steps = plan.chosen.time, plan.workload.steps
     assert time is not None and steps is not None
     tokens = steps * time.tokens
-    line = f"{plural(steps, 'step')}, {count(tokens)} tokens in {span(steps * time.seconds)}"
+    line = f"{format_plural(steps, 'step')}, {format_count(tokens)} tokens in {format_seconds(steps * time.seconds)}"
     if time.joules:
         line += f", {steps * time.joules / 3.6e6:.3g} kWh"
     return line
 
 
-def _labelled(label: str, lines: Sequence[str]) -> Iterator[str]:
+def _label_lines(label: str, lines: Sequence[str]) -> Iterator[str]:
     for i, line in enumerate(lines):
         yield f"{label if not i else '':<{_LABEL}} {line}"
 
@@ -253,7 +264,7 @@ _COLORS = {
 }
 
 
-def draw(plan: RunPlan, file: Path) -> None:
+def draw_plan(plan: RunPlan, file: Path) -> None:
     """Write a chart with a stacked bar for each candidate, a line for the available memory, and the speeds beside them.
 
     The chosen candidate is the first row, on a band.
@@ -262,16 +273,16 @@ def draw(plan: RunPlan, file: Path) -> None:
         RequestError: ``file`` has an unsupported format, or its directory does not exist.
         MachineError: matplotlib is not installed.
     """
-    shown = candidates(plan, everything=True)[:_MOST_BARS]
-    figure = new_figure(12, 1.4 + 0.45 * len(shown), "--chart")
+    shown = sort_candidates(plan, everything=True)[:_MOST_BARS]
+    figure = build_figure(12, 1.4 + 0.45 * len(shown), "--chart")
     axes, speeds = figure.subplots(1, 2, sharey=True, width_ratios=(5, 3))
-    names = [_name(one) for one in shown]
+    names = [_name_candidate(one) for one in shown]
     names[0] += "\nchosen" if plan.fits else "\nneeds least"
     left = [0.0] * len(shown)
     for group, color in _COLORS.items():
         widths = []
         for one in shown:
-            parts = grouped(one)
+            parts = group_memory(one)
             widths.append(parts[group] / max(1, sum(parts.values())) * one.needed_bytes / 2**30)
         axes.barh(names, widths, left=left, color=color, label=group)
         left = [a + b for a, b in zip(left, widths, strict=True)]
@@ -292,7 +303,7 @@ def draw(plan: RunPlan, file: Path) -> None:
     save_chart(figure, file)
 
 
-def _name(one: Candidate) -> str:
+def _name_candidate(one: Candidate) -> str:
     choice = one.choice
     name = f"{one.layout.describe(choice.num_processes)} on {choice.num_processes}"
     batch = f"{choice.micro_batch_size}x{choice.gradient_accumulation_steps}, {choice.activation_checkpointing}"

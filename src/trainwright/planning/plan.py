@@ -14,19 +14,31 @@ from typing import Any
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.describe import Cluster
 from trainwright.machine.measured.own_runs import Correction
-from trainwright.machine.processor import why_not_compiled
-from trainwright.machine.vendors import why_not_on
-from trainwright.planning.candidates import LAYOUT_KEYS, Constraints, precision_of, precisions, worlds
+from trainwright.machine.processor import explain_no_compile
+from trainwright.machine.vendors import explain_missing_feature
+from trainwright.planning.candidates import (
+    LAYOUT_KEYS,
+    Constraints,
+    choose_hardware_precision,
+    list_precisions,
+    list_worlds,
+)
 from trainwright.planning.errors import SHARE, Errors
-from trainwright.planning.reasons import Suggestion, attention_of, reasons_of, shortage, suggestions
+from trainwright.planning.reasons import (
+    Suggestion,
+    describe_shortage,
+    explain_attention,
+    find_suggestions,
+    iterate_reasons,
+)
 from trainwright.planning.search import Candidate, Evaluator, SearchResult, search
-from trainwright.planning.step_time.basis import Basis, corrections_of, model_of, way_of
+from trainwright.planning.step_time.basis import Basis, build_corrections, build_model_key, build_way_key
 from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.workload import MixedPrecision, Workload
-from trainwright.recipe.checks import contradictions, implied_strategy, usable_processes, with_processes
+from trainwright.recipe.checks import find_implied_strategy, list_contradictions, list_usable_processes, set_processes
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.parallel import ParallelSection, ProcessRange
-from trainwright.recipe.strategy_spec import spec_of
+from trainwright.recipe.strategy_spec import look_up_strategy
 
 # Typical compile time of a block on the measured machines; compiling must save several times that.
 _COMPILE_SECONDS = 60.0
@@ -63,12 +75,12 @@ class RunPlan:
     @property
     def correction(self) -> Correction:
         """The correction of the step time from this machine's own runs; it is already applied."""
-        return corrections_of(self.basis.runs, self.workload, self.basis.kind).of(self.chosen.choice)
+        return build_corrections(self.basis.runs, self.workload, self.basis.kind).of(self.chosen.choice)
 
     @property
     def attention(self) -> tuple[str, ...]:
         """The kernels that compute the attention of a text model in training, each with the reasons."""
-        return tuple(attention_of(self.workload, self.chosen.choice, self.cluster))
+        return tuple(explain_attention(self.workload, self.chosen.choice, self.cluster))
 
     @property
     def fits(self) -> bool:
@@ -122,27 +134,29 @@ class RunPlan:
             "measured": self.basis.measurement is not None,
             "trouble": self.basis.trouble,
             "own_runs": {
-                "model": model_of(self.workload),
-                "way": way_of(self.chosen.choice),
+                "model": build_model_key(self.workload),
+                "way": build_way_key(self.chosen.choice),
                 "basis": self.basis.kind,
                 **asdict(self.correction),
             },
-            "chosen": _candidate_json(self.chosen),
+            "chosen": _convert_candidate(self.chosen),
             "predicted": self.predicted(),
-            "errors": _errors_json(self.chosen),
+            "errors": _convert_errors(self.chosen),
             "reasons": list(self.reasons),
             "attention": list(self.attention),
             "assumptions": list(self.assumptions),
-            "workload": _workload_json(self.workload),
-            "candidates": [_candidate_json(one) for one in self.search.candidates],
-            "rivals": [_candidate_json(one) for one in self.rivals],
-            "ways_out": [{"change": way.change, "chosen": _candidate_json(way.candidate)} for way in self.suggestions],
+            "workload": _convert_workload(self.workload),
+            "candidates": [_convert_candidate(one) for one in self.search.candidates],
+            "rivals": [_convert_candidate(one) for one in self.rivals],
+            "ways_out": [
+                {"change": way.change, "chosen": _convert_candidate(way.candidate)} for way in self.suggestions
+            ],
         }
 
     def refuse_shortage(self) -> None:
         """Raise MachineError with the nearest candidate and the suggestions if nothing fits."""
         if not self.fits:
-            raise MachineError(shortage(self.chosen, self.cluster, self.suggestions))
+            raise MachineError(describe_shortage(self.chosen, self.cluster, self.suggestions))
 
 
 def make_plan(
@@ -163,19 +177,19 @@ def make_plan(
         RequestError: no number of processes satisfies ``constraints``.
         MachineError: the blocks are to be compiled, but this machine has no compiler.
     """
-    if constraints.fixed.get("compile") and (why := _why_not_compiled(cluster)) is not None:
+    if constraints.fixed.get("compile") and (why := _explain_no_compile(cluster)) is not None:
         raise MachineError(f"train.compile: torch.compile {why}; install it, or set train.compile to false")
-    corrections = corrections_of(basis.runs, workload, basis.kind)
+    corrections = build_corrections(basis.runs, workload, basis.kind)
     rates = Rates(cluster, basis.calibration, basis.measurement)
-    possible = partial(_possible, cluster, available)
+    possible = partial(_explain_impossible_strategy, cluster, available)
     evaluator = Evaluator(workload, cluster, rates, possible, own or corrections.errors(), corrections=corrections)
-    result, precision, rivals = _in_precision(evaluator, constraints)
+    result, precision, rivals = _search_precisions(evaluator, constraints)
     if not result.candidates:
-        raise RequestError(_impossible(constraints, workload, cluster))
+        raise RequestError(_describe_impossible(constraints, workload, cluster))
     chosen = result.best or result.nearest
     if result.best is not None:
-        chosen = _perhaps_compiled(evaluator, constraints, chosen)
-    out = () if chosen.runs else tuple(suggestions(evaluator, constraints, chosen))
+        chosen = _try_compiled(evaluator, constraints, chosen)
+    out = () if chosen.runs else tuple(find_suggestions(evaluator, constraints, chosen))
     return RunPlan(
         workload=workload,
         cluster=cluster,
@@ -184,9 +198,9 @@ def make_plan(
         search=result,
         suggestions=out,
         reasons=tuple(
-            reasons_of(chosen, result, constraints, workload, cluster, precision, _why_not_compiled(cluster))
+            iterate_reasons(chosen, result, constraints, workload, cluster, precision, _explain_no_compile(cluster))
         ),
-        assumptions=(*_rates(basis), *_bound(workload, chosen), *cluster.assumptions, *assumptions),
+        assumptions=(*_describe_rates(basis), *_explain_bound(workload, chosen), *cluster.assumptions, *assumptions),
         basis=basis,
         rivals=rivals,
     )
@@ -195,35 +209,35 @@ def make_plan(
 _Chosen = tuple[SearchResult, tuple[str, str] | None, tuple[Candidate, ...]]
 
 
-def _in_precision(evaluator: Evaluator, constraints: Constraints) -> _Chosen:
+def _search_precisions(evaluator: Evaluator, constraints: Constraints) -> _Chosen:
     """Return the search in the fastest precision, the reason for it, and the best candidates in other precisions.
 
     The reason is a pair of precision and text, or None if the recipe sets the precision.
     """
-    options = precisions(constraints, evaluator.rates)
+    options = list_precisions(constraints, evaluator.rates)
     tried = {precision: search(evaluator, replace(constraints, precision=precision)) for precision in options}
     searched = {precision: one for precision, one in tried.items() if one.candidates}
     if len(searched) < 2:
-        why = None if "mixed_precision" in constraints.fixed else precision_of(evaluator.cluster)
+        why = None if "mixed_precision" in constraints.fixed else choose_hardware_precision(evaluator.cluster)
         return next(iter((searched or tried).values())), why, ()
     runs = {precision: one for precision, one in searched.items() if one.best is not None}
     if not runs:
         chosen = min(searched, key=lambda precision: searched[precision].nearest.shortfall)
-        return searched[chosen], (chosen, f"nearer to fitting than {' or '.join(_others(searched, chosen))}"), ()
+        return searched[chosen], (chosen, f"nearer to fitting than {' or '.join(_list_others(searched, chosen))}"), ()
     if len(runs) == 1:
         (chosen, one) = next(iter(runs.items()))
-        return one, (chosen, f"with {' or '.join(_others(searched, chosen))} nothing fits"), ()
+        return one, (chosen, f"with {' or '.join(_list_others(searched, chosen))} nothing fits"), ()
     plain, low = runs["no"].fastest, runs["bf16"].fastest
     chosen = "bf16" if low < _WORTH_ROUNDING * plain else "no"
     rivals = tuple(one.best for precision, one in runs.items() if precision != chosen and one.best is not None)
-    return runs[chosen], (chosen, _why_precision(evaluator, chosen, plain, low)), rivals
+    return runs[chosen], (chosen, _explain_precision(evaluator, chosen, plain, low)), rivals
 
 
-def _others(results: Mapping[MixedPrecision, SearchResult], chosen: MixedPrecision) -> list[str]:
+def _list_others(results: Mapping[MixedPrecision, SearchResult], chosen: MixedPrecision) -> list[str]:
     return [_NAMES[precision] for precision in results if precision != chosen]
 
 
-def _why_precision(evaluator: Evaluator, chosen: MixedPrecision, plain: float, low: float) -> str:
+def _explain_precision(evaluator: Evaluator, chosen: MixedPrecision, plain: float, low: float) -> str:
     """Return the reason for a precision, from the times of a step and the measured rates of matrix products."""
     single, half = evaluator.rates.peak(1, "fp32"), evaluator.rates.peak(1, "bf16")
     products = f"bf16 {half / single:.2f} times fp32 here (measured), " if single and half else ""
@@ -232,13 +246,13 @@ def _why_precision(evaluator: Evaluator, chosen: MixedPrecision, plain: float, l
     return f"{products}a step in bf16 takes {low / plain:.2f} times as long, so fp32"
 
 
-def _bound(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
+def _explain_bound(workload: Workload, chosen: Candidate) -> tuple[str, ...]:
     """Return why the model could not be traced, if so."""
     why, family = chosen.memory.untraced, workload.facts.family
     return (f"{family} cannot be traced ({why}): activations are planned by a bound",) if why else ()
 
 
-def _rates(basis: Basis) -> tuple[str, ...]:
+def _describe_rates(basis: Basis) -> tuple[str, ...]:
     calibration, load = basis.calibration, () if basis.load is None else (basis.load,)
     if calibration is None or calibration.unreliable_reason is None:
         return load
@@ -248,7 +262,7 @@ def _rates(basis: Basis) -> tuple[str, ...]:
     )
 
 
-def constraints_of(recipe: RecipeSchema) -> Constraints:
+def build_constraints(recipe: RecipeSchema) -> Constraints:
     """Return the constraints of a recipe: every key that is not ``auto``, and those of a named strategy."""
     train, parallel = recipe.train, recipe.parallel
     named = {
@@ -266,30 +280,30 @@ def constraints_of(recipe: RecipeSchema) -> Constraints:
     fixed: dict[str, Any] = {key: value for key, value in named.items() if value != "auto"}
     if train.activation_offload:
         fixed["activation_offload"] = True
-    implied = implied_strategy(parallel.model_copy(update={"strategy": "auto"}))
+    implied = find_implied_strategy(parallel.model_copy(update={"strategy": "auto"}))
 
     def why_not(processes: int, given_up: frozenset[str]) -> str:
-        problems = contradictions(with_processes(_without(recipe, given_up), processes))
+        problems = list_contradictions(set_processes(_set_to_auto(recipe, given_up), processes))
         return f"{problems[0].keys[0]}: {problems[0].message}" if problems else ""
 
     return Constraints(
-        {**fixed, **_layout_constraints(parallel)},
+        {**fixed, **_select_layout_constraints(parallel)},
         bound=frozenset() if implied is None else frozenset(["strategy"]),
         why_not=why_not,
-        worlds=_in_range(recipe, elastic) if isinstance(elastic, ProcessRange) else (),
+        worlds=_list_worlds_in_range(recipe, elastic) if isinstance(elastic, ProcessRange) else (),
     )
 
 
-def _in_range(recipe: RecipeSchema, process_range: ProcessRange) -> tuple[int, ...]:
+def _list_worlds_in_range(recipe: RecipeSchema, process_range: ProcessRange) -> tuple[int, ...]:
     """Return the numbers of processes of a range to try: the largest with which each has an example, then the largest.
 
-    Raises RequestError as ``usable_processes``.
+    Raises RequestError as ``list_usable_processes``.
     """
-    usable, rows = usable_processes(recipe, process_range), recipe.batch_rows
+    usable, rows = list_usable_processes(recipe, process_range), recipe.batch_rows
     return tuple(dict.fromkeys((max((n for n in usable if n <= rows), default=usable[0]), usable[-1])))
 
 
-def _without(recipe: RecipeSchema, given_up: frozenset[str]) -> RecipeSchema:
+def _set_to_auto(recipe: RecipeSchema, given_up: frozenset[str]) -> RecipeSchema:
     """Return the recipe with these keys set to ``auto``."""
     sections = {
         name: section.model_copy(update={key: "auto" for key in given_up if key in type(section).model_fields})
@@ -298,7 +312,7 @@ def _without(recipe: RecipeSchema, given_up: frozenset[str]) -> RecipeSchema:
     return recipe.model_copy(update=sections)
 
 
-def _layout_constraints(parallel: ParallelSection) -> Mapping[str, Any]:
+def _select_layout_constraints(parallel: ParallelSection) -> Mapping[str, Any]:
     """Return the layout keys that are constraints: those in the recipe, also with their default values."""
     if parallel.deepspeed_config is not None:  # the file defines these values
         return {key: getattr(parallel, key) for key in LAYOUT_KEYS}
@@ -306,37 +320,39 @@ def _layout_constraints(parallel: ParallelSection) -> Mapping[str, Any]:
     return {key: getattr(parallel, key) for key in LAYOUT_KEYS if key in set_keys}
 
 
-def _perhaps_compiled(evaluator: Evaluator, constraints: Constraints, chosen: Candidate) -> Candidate:
+def _try_compiled(evaluator: Evaluator, constraints: Constraints, chosen: Candidate) -> Candidate:
     """Return the compiled candidate if the run is long enough for that to pay off and the recipe leaves it open."""
     steps = evaluator.workload.steps
-    if "compile" in constraints.fixed or steps is None or _why_not_compiled(evaluator.cluster) is not None:
+    if "compile" in constraints.fixed or steps is None or _explain_no_compile(evaluator.cluster) is not None:
         return chosen
     compiled = evaluator.fit(replace(chosen.choice, compile=True))
     if not compiled.runs:
         return chosen
     saved = (evaluator.seconds(chosen.choice) - evaluator.seconds(compiled.choice)) * steps
-    return evaluator.timed(compiled) if saved > _WORTH_COMPILING * _COMPILE_SECONDS else chosen
+    return evaluator.time_candidate(compiled) if saved > _WORTH_COMPILING * _COMPILE_SECONDS else chosen
 
 
-def _why_not_compiled(cluster: Cluster) -> str | None:
+def _explain_no_compile(cluster: Cluster) -> str | None:
     """Return why blocks cannot be compiled; a described machine is assumed to have compilers."""
-    return why_not_compiled(cluster.device, cluster.card.capability) if cluster.is_here else None
+    return explain_no_compile(cluster.device, cluster.card.capability) if cluster.is_here else None
 
 
-def _possible(cluster: Cluster, available: Callable[[str], str | None], strategy: str) -> str | None:
+def _explain_impossible_strategy(cluster: Cluster, available: Callable[[str], str | None], strategy: str) -> str | None:
     """Return why a strategy cannot run with these packages and on these devices, or None if it can."""
-    library = spec_of(strategy).library
-    return available(strategy) or (None if library is None else why_not_on(cluster.card.vendor, library.module))
+    library = look_up_strategy(strategy).library
+    return available(strategy) or (
+        None if library is None else explain_missing_feature(cluster.card.vendor, library.module)
+    )
 
 
-def installed(strategy: str) -> str | None:
+def explain_missing_library(strategy: str) -> str | None:
     """Return why a strategy cannot run with the installed packages, or None if it can."""
-    library = spec_of(strategy).library
+    library = look_up_strategy(strategy).library
     return f"{library.title} is not installed" if library is not None and library.is_missing else None
 
 
-def _impossible(constraints: Constraints, workload: Workload, cluster: Cluster) -> str:
-    if not worlds(workload, cluster, constraints) and (why := constraints.why_not(1, constraints.given_up)):
+def _describe_impossible(constraints: Constraints, workload: Workload, cluster: Cluster) -> str:
+    if not list_worlds(workload, cluster, constraints) and (why := constraints.why_not(1, constraints.given_up)):
         return why  # whatever is asked of the processes
     constraint_text = ", ".join(f"{key} {value}" for key, value in constraints.fixed.items())
     rows = "packs" if workload.packed else "rows"
@@ -346,13 +362,13 @@ def _impossible(constraints: Constraints, workload: Workload, cluster: Cluster) 
     )
 
 
-def _workload_json(workload: Workload) -> dict[str, Any]:
+def _convert_workload(workload: Workload) -> dict[str, Any]:
     model = asdict(workload.model)
     model["configuration"], model["adapter"] = json.loads(model["configuration"]), dict(workload.model.adapter_section)
     return {**asdict(workload), "model": model, "facts": asdict(workload.facts)}
 
 
-def _errors_json(candidate: Candidate) -> dict[str, Any]:
+def _convert_errors(candidate: Candidate) -> dict[str, Any]:
     """Return the intervals of the predictions; ``share`` of the measured runs of this kind lie within them."""
     errors, time = candidate.errors, candidate.time
     values: dict[str, Any] = {"kinds": list(errors.kinds), "share": SHARE}
@@ -369,7 +385,7 @@ _OF_CANDIDATE = (
 )
 
 
-def _candidate_json(candidate: Candidate) -> dict[str, Any]:
+def _convert_candidate(candidate: Candidate) -> dict[str, Any]:
     return {
         **asdict(candidate.choice),
         **{name: getattr(candidate, name) for name in _OF_CANDIDATE},

@@ -14,15 +14,15 @@ from trainwright.engine.events import Event, Notice
 from trainwright.machine.cache import try_write
 from trainwright.machine.counters import Counters
 from trainwright.machine.detect import detect
-from trainwright.machine.measured.own_runs import remember, run_of
-from trainwright.machine.slowdowns import Slowdown, causes_of, in_words
+from trainwright.machine.measured.own_runs import parse_run, remember_run
+from trainwright.machine.slowdowns import Slowdown, describe_causes, find_causes
 from trainwright.machine.usage import OwnProcess
 from trainwright.recipe.observer_spec import ObserverSpec
 from trainwright.recipe.registries import STRATEGIES
-from trainwright.recipe.strategy_spec import spec_of
+from trainwright.recipe.strategy_spec import look_up_strategy
 from trainwright.run.observers.hooks import ObservedRun
 from trainwright.run.relaunch import REPLAN
-from trainwright.run.run_directory import plan_of
+from trainwright.run.run_directory import read_plan
 from trainwright.utils import heartbeat
 
 # Slow first steps to skip, and steps to judge.
@@ -38,9 +38,9 @@ _KEYS = {
 }
 
 
-def of_run(run: ObservedRun, _: object) -> PlanWatch | None:
+def build_observer(run: ObservedRun, _: object) -> PlanWatch | None:
     """Return the observer of a run; None if there is no plan of its number of processes to compare with."""
-    watched = WatchedPlan.of(run.directory, plan_of(run.directory), run.may_replan)
+    watched = WatchedPlan.of(run.directory, read_plan(run.directory), run.may_replan)
     if watched is None or watched.chosen.get("num_processes", run.processes) != run.processes:
         return None
     return PlanWatch(watched, run.emit, run.own)
@@ -94,7 +94,7 @@ class PlanWatch:
     def _step(self, event: Mapping[str, Any]) -> None:
         self._steps.append((float(event["step_time"]), float(event["tokens_per_second"])))
         if len(self._steps) == _WARM_UP:
-            self._before = self._process.counters(), heartbeat.in_collectives()
+            self._before = self._process.counters(), heartbeat.sum_collective_seconds()
         if len(self._steps) == _WARM_UP + _JUDGED:
             self._judge(int(event["step"]))
 
@@ -107,13 +107,15 @@ class PlanWatch:
         if expected / _WRONG <= measured <= expected * _WRONG:
             return
         causes = self._outside() if measured > expected else []
-        cause = in_words(causes) if causes else self._inside()
-        offer = None if measured < expected else self._offer(measured, min(_slowed(causes), measured / expected))
+        cause = describe_causes(causes) if causes else self._inside()
+        offer = (
+            None if measured < expected else self._offer(measured, min(_compute_slowdown(causes), measured / expected))
+        )
         message = (
             f"the plan expected {expected:.3g} s per step, and the first {_JUDGED} took {measured:.3g} s each: {cause}"
         )
         if offer is not None:
-            message += f". {_in_words(offer, measured)}"
+            message += f". {_describe_offer(offer, measured)}"
             if self._watched.replan:
                 message += "; the run switches after its next checkpoint (train.replan: auto)"
                 try_write(self._watched.run / REPLAN, json.dumps(offer))
@@ -126,7 +128,9 @@ class PlanWatch:
         assert self._before is not None
         before, waited = self._before
         threads = self._watched.predicted.get("threads")
-        return self._process.causes(before, elsewhere=heartbeat.in_collectives() - waited, planned_threads=threads)
+        return self._process.find_causes(
+            before, elsewhere=heartbeat.sum_collective_seconds() - waited, planned_threads=threads
+        )
 
     def _inside(self) -> str:
         if self._watched.chosen.get("compile"):
@@ -139,7 +143,7 @@ class PlanWatch:
         The error found for a number of processes and a precision is assumed for their other strategies, too.
         """
         chosen = self._watched.chosen
-        others = [one for one in self._watched.candidates if one.get("time") and _differs(one, chosen)]
+        others = [one for one in self._watched.candidates if one.get("time") and _is_different(one, chosen)]
         if self._watched.replan:
             others = [one for one in others if _is_same_run(one, chosen)]
         best = min(others, key=lambda one: one["time"]["seconds"], default=None)
@@ -151,7 +155,7 @@ class PlanWatch:
     def _finish(self, measured: Mapping[str, float]) -> None:
         """Record the measurement, unless something else slowed the run down."""
         machine = detect()
-        causes = causes_of(measured, elsewhere=measured.get("in_collectives", 0.0))
+        causes = find_causes(measured, elsewhere=measured.get("in_collectives", 0.0))
         if any(cause.kind in _PASSING for cause in causes) or measured.get("steps", 0) < _JUDGED or not machine.is_here:
             return
         predicted = self._watched.predicted
@@ -159,34 +163,36 @@ class PlanWatch:
         memory = (
             measured.get("memory_bytes", 0.0) / predicted["memory_bytes"] if predicted.get("memory_bytes") else None
         )
-        if (run := run_of(self._watched.own, plain / measured["tokens_per_second"], memory)) is not None:
-            remember(machine, run)
+        if (run := parse_run(self._watched.own, plain / measured["tokens_per_second"], memory)) is not None:
+            remember_run(machine, run)
 
 
-def _slowed(causes: Sequence[Slowdown]) -> float:
+def _compute_slowdown(causes: Sequence[Slowdown]) -> float:
     """Return the factor by which causes make steps slower."""
     if any(cause.kind == "memory" for cause in causes):
         return math.inf
     return math.prod(1 / max(_LEAST, 1 - cause.share) for cause in causes)
 
 
-def _differs(one: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
+def _is_different(one: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
     return any(one.get(key) != chosen.get(key) for key in ("num_processes", "mixed_precision", "threads"))
 
 
 def _is_same_run(one: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
     """Return whether losses stay the same and the checkpoint can be loaded."""
     strategies = {one["strategy"], chosen.get("strategy")}
-    can_change = strategies <= {*STRATEGIES.names()} and all(spec_of(name).changes_in_run for name in strategies)
+    can_change = strategies <= {*STRATEGIES.names()} and all(
+        look_up_strategy(name).changes_in_run for name in strategies
+    )
     return can_change and one["mixed_precision"] == chosen.get("mixed_precision")
 
 
-def _in_words(offer: Mapping[str, Any], measured: float) -> str:
+def _describe_offer(offer: Mapping[str, Any], measured: float) -> str:
     parts = [f"parallel.strategy={offer['strategy']}", f"parallel.num_processes={offer['num_processes']}"]
     parts.append(f"train.mixed_precision={offer['mixed_precision']}")
     return f"{' '.join(parts)} is expected to be {measured / offer['seconds']:.1f} times as fast"
 
 
 PLAN_WATCH = ObserverSpec(
-    "A comparison of the first steps with the plan.", create="trainwright.planning.plan_watch:of_run"
+    "A comparison of the first steps with the plan.", create="trainwright.planning.plan_watch:build_observer"
 )

@@ -7,17 +7,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from trainwright.machine.describe import Cluster, cluster_of
+from trainwright.machine.describe import Cluster, build_cluster
 from trainwright.machine.machine import Machine
 from trainwright.planning.candidates import LAYOUT_KEYS
-from trainwright.planning.facts import Facts, experts_notes, facts_of
-from trainwright.planning.output import summary
-from trainwright.planning.plan import RunPlan, constraints_of, installed, make_plan
-from trainwright.planning.reasons import shortage
-from trainwright.planning.step_time.basis import Basis, basis_of
+from trainwright.planning.facts import Facts, build_facts, list_expert_notes
+from trainwright.planning.output import summarize_plan
+from trainwright.planning.plan import RunPlan, build_constraints, explain_missing_library, make_plan
+from trainwright.planning.reasons import describe_shortage
+from trainwright.planning.step_time.basis import Basis, build_basis
 from trainwright.recipe.schema import RecipeSchema
-from trainwright.run.resolve import Planned, on_nodes
-from trainwright.utils.activity import doing
+from trainwright.run.resolve import Planned, list_process_counts
+from trainwright.utils.activity import begin_activity
 from trainwright.utils.text import say
 
 
@@ -30,23 +30,25 @@ def plan_recipe(recipe: RecipeSchema, machine: Machine, nodes: int) -> Planned:
         RequestError: the model's configuration cannot be found, or no number of processes satisfies the recipe.
         MachineError: the blocks are to be compiled, but this machine has no compiler.
     """
-    facts = facts_of(recipe)
-    cluster = _cluster(recipe, machine, nodes)
-    basis = basis_of(machine, facts.workload, doing)
+    facts = build_facts(recipe)
+    cluster = _build_cluster(recipe, machine, nodes)
+    basis = build_basis(machine, facts.workload, begin_activity)
     if basis.message is not None:
         say(basis.message, file=sys.stderr)
-    worlds = on_nodes(recipe, machine, nodes) if recipe.parallel.num_processes == "auto" and nodes > 1 else None
-    plan = plan_on(cluster, recipe, facts, basis, installed, worlds)
+    worlds = (
+        list_process_counts(recipe, machine, nodes) if recipe.parallel.num_processes == "auto" and nodes > 1 else None
+    )
+    plan = plan_on(cluster, recipe, facts, basis, explain_missing_library, worlds)
     return Planned(
-        values=chosen_values(plan),
+        values=collect_chosen_values(plan),
         reasons=plan.reasons,
-        summary=summary(plan),
+        summary=summarize_plan(plan),
         document=plan.as_json(),
-        shortage=None if plan.fits else shortage(plan.chosen, plan.cluster, plan.suggestions),
+        shortage=None if plan.fits else describe_shortage(plan.chosen, plan.cluster, plan.suggestions),
         is_close=plan.is_close,
         threads=plan.chosen.choice.threads,
         estimated=facts.estimated,
-        fits=lambda one: plan_on(cluster, one, facts, basis, installed).fits,
+        fits=lambda one: plan_on(cluster, one, facts, basis, explain_missing_library).fits,
     )
 
 
@@ -63,14 +65,14 @@ def plan_on(
     Args:
         worlds: the numbers of processes to choose from; None: those that the recipe allows.
     """
-    constraints = constraints_of(recipe)
+    constraints = build_constraints(recipe)
     if worlds is not None:
         constraints = replace(constraints, worlds=worlds)
     plan = make_plan(constraints, facts.workload, cluster, facts.assumptions, basis, available)
-    return replace(plan, reasons=(*plan.reasons, *experts_notes(recipe.model)))
+    return replace(plan, reasons=(*plan.reasons, *list_expert_notes(recipe.model)))
 
 
-def chosen_values(plan: RunPlan) -> dict[str, dict[str, Any]]:
+def collect_chosen_values(plan: RunPlan) -> dict[str, dict[str, Any]]:
     """Return the plan's values for ``auto``, by section and key of the recipe."""
     choice = plan.chosen.choice
     train = {
@@ -84,8 +86,8 @@ def chosen_values(plan: RunPlan) -> dict[str, dict[str, Any]]:
     return {"train": train, "parallel": parallel}
 
 
-def _cluster(recipe: RecipeSchema, machine: Machine, nodes: int) -> Cluster:
-    cluster = cluster_of(machine, nodes)
+def _build_cluster(recipe: RecipeSchema, machine: Machine, nodes: int) -> Cluster:
+    cluster = build_cluster(machine, nodes)
     processes = recipe.parallel.processes
     if processes == "auto" or not machine.gpus:
         return cluster

@@ -8,23 +8,23 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from trainwright.machine.describe import Cluster, parse_machine
-from trainwright.machine.processor import why_no_triton
-from trainwright.models.attention.kernels import CPU_FLASH, in_words
-from trainwright.models.fused.choice import reason_of_auto
+from trainwright.machine.processor import explain_no_triton
+from trainwright.models.attention.kernels import CPU_FLASH, describe_kernels
+from trainwright.models.fused.choice import explain_auto
 from trainwright.parallel.constants import BF16_FROM_LENGTH
-from trainwright.planning.candidates import Constraints, layout_of
+from trainwright.planning.candidates import Constraints, build_layout
 from trainwright.planning.errors import SHARE
-from trainwright.planning.memory.micro_batch import micro_batch
+from trainwright.planning.memory.micro_batch import find_largest_micro_batch
 from trainwright.planning.search import Candidate, Evaluator, SearchResult, search
 from trainwright.planning.step_time.rates import Rates
-from trainwright.planning.trace.traced import attention_needs, backward_in_fp32
+from trainwright.planning.trace.traced import list_attention_needs, needs_fp32_backward
 from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.sections.model import AdapterSection
-from trainwright.recipe.strategy_spec import spec_of
-from trainwright.utils.text import plural, size
+from trainwright.recipe.strategy_spec import look_up_strategy
+from trainwright.utils.text import format_bytes, format_plural
 
 
-def reasons_of(
+def iterate_reasons(
     chosen: Candidate,
     result: SearchResult,
     constraints: Constraints,
@@ -40,21 +40,21 @@ def reasons_of(
     choice = chosen.choice
     searched = result.best or chosen  # not compiled, like all candidates it is compared with
     if "num_processes" not in constraints.fixed:
-        yield f"parallel.num_processes {choice.num_processes}: {_why_processes(searched, result, workload, cluster)}"
+        yield f"parallel.num_processes {choice.num_processes}: {_explain_count(searched, result, workload, cluster)}"
     if "strategy" not in constraints.fixed:
-        yield f"parallel.strategy {chosen.layout.in_words(choice.num_processes)}: {_why_strategy(searched, result)}"
+        yield f"parallel.strategy {chosen.layout.in_words(choice.num_processes)}: {_explain_strategy(searched, result)}"
     if precision is not None:
         yield f"train.mixed_precision {precision[0]}: {precision[1]}"
     if "activation_checkpointing" not in constraints.fixed:
-        yield f"train.activation_checkpointing {choice.activation_checkpointing}: {_why_recompute(chosen)}"
+        yield f"train.activation_checkpointing {choice.activation_checkpointing}: {_explain_recompute(chosen)}"
     if "micro_batch_size" not in constraints.fixed:
-        yield f"train.micro_batch_size {choice.micro_batch_size}: {_why_micro_batch(chosen, constraints, workload)}"
+        yield f"train.micro_batch_size {choice.micro_batch_size}: {_explain_micro_batch(chosen, constraints, workload)}"
     if "compile" not in constraints.fixed:
-        yield f"train.compile {str(choice.compile).lower()}: {_why_compile(choice, workload, uncompiled)}"
+        yield f"train.compile {str(choice.compile).lower()}: {_explain_compile(choice, workload, uncompiled)}"
     if workload.kernels == "auto" and cluster.has_gpus:
-        missing = why_no_triton() if cluster.is_here else None
-        yield f"model.kernels eager: {reason_of_auto(cluster.card.vendor, cluster.card.capability, missing)}"
-    if cluster.has_gpus and (share := _waiting(chosen)) > _NOTICED:
+        missing = explain_no_triton() if cluster.is_here else None
+        yield f"model.kernels eager: {explain_auto(cluster.card.vendor, cluster.card.capability, missing)}"
+    if cluster.has_gpus and (share := _compute_waiting_share(chosen)) > _NOTICED:
         yield (
             f"train.micro_batch_size {choice.micro_batch_size}: {share:.0%} of a step the GPU waits for Python to "
             "launch kernels that are shorter than that; larger micro-batches or fewer kernels (train.compile) lower it"
@@ -64,49 +64,49 @@ def reasons_of(
 _NOTICED = 0.1
 
 
-def _waiting(chosen: Candidate) -> float:
+def _compute_waiting_share(chosen: Candidate) -> float:
     """Return the share of a step in which a GPU waits for the host to launch kernels."""
     return 0.0 if chosen.time is None else chosen.time.parts["launches"] / chosen.time.seconds
 
 
-def attention_of(workload: Workload, choice: Choice, cluster: Cluster) -> Iterator[str]:
+def explain_attention(workload: Workload, choice: Choice, cluster: Cluster) -> Iterator[str]:
     """Yield a line for each kernel that computes the attention of a text model, with the reasons."""
     if not workload.texts:
         return
-    batch = micro_batch(workload, choice)
+    batch = find_largest_micro_batch(workload, choice)
     request = workload.request(choice, cluster, batch)
     short = f"for sequences of less than {BF16_FROM_LENGTH} tokens"
     why = f"; backward in fp32, which is faster {short if request.device.amx else 'on a processor without AMX'}"
-    for line in in_words(attention_needs(request, batch.longest), request.device.limits):
+    for line in describe_kernels(list_attention_needs(request, batch.longest), request.device.limits):
         is_flash = line.startswith(CPU_FLASH.title)
-        yield line + why if is_flash and backward_in_fp32(request, batch) else line
+        yield line + why if is_flash and needs_fp32_backward(request, batch) else line
 
 
-def verdict(candidate: Candidate, best: Candidate | None) -> str:
+def describe_verdict(candidate: Candidate, best: Candidate | None) -> str:
     """Return why a candidate was chosen or not, compared with the best."""
     if candidate.missing is not None:
         return candidate.missing
     if not candidate.fits:
-        return closeness(candidate) if candidate.is_close else _too_large(candidate)
+        return describe_fit(candidate) if candidate.is_close else _describe_excess(candidate)
     assert candidate.time is not None
     if best is None or best.time is None:
         return "fits"
-    if same_place(candidate.choice, best.choice):
+    if is_same_place(candidate.choice, best.choice):
         return "chosen"
     ratio = candidate.time.seconds / best.time.seconds
     if ratio < 1.02:
         return "has the same speed, and is more complex"
-    part = _slower_part(candidate, best)
+    part = _find_slower_part(candidate, best)
     return f"would take {ratio:.2f} times as long per step{f', mostly because of {part}' if part else ''}"
 
 
-def same_place(one: Choice, other: Choice) -> bool:
+def is_same_place(one: Choice, other: Choice) -> bool:
     """Return whether two choices are equal except for compilation."""
     keys = ("num_processes", "micro_batch_size", "activation_checkpointing")
-    return layout_of(one) == layout_of(other) and all(getattr(one, key) == getattr(other, key) for key in keys)
+    return build_layout(one) == build_layout(other) and all(getattr(one, key) == getattr(other, key) for key in keys)
 
 
-def shortage(nearest: Candidate, cluster: Cluster, out: Sequence[Suggestion]) -> str:
+def describe_shortage(nearest: Candidate, cluster: Cluster, out: Sequence[Suggestion]) -> str:
     """Return why nothing fits, by how much, and the suggestions."""
     choice = nearest.choice
     name = nearest.layout.in_words(choice.num_processes)
@@ -116,45 +116,45 @@ def shortage(nearest: Candidate, cluster: Cluster, out: Sequence[Suggestion]) ->
         text = (
             f"the run does not fit {cluster.name}: the nearest is {name} on {choice.num_processes} with micro-batches "
             f"of {choice.micro_batch_size} and activation checkpointing {choice.activation_checkpointing}, "
-            f"which {_too_large(nearest)}"
+            f"which {_describe_excess(nearest)}"
         )
     if not out:
         return f"{text}. No known change would make it fit"
-    ways = "".join(f"\n  {way.change}: {_size(way.candidate)}{_speed(way.candidate)}" for way in out)
+    ways = "".join(f"\n  {way.change}: {_format_needed(way.candidate)}{_format_speed(way.candidate)}" for way in out)
     return f"{text}. Changes that would make it fit:{ways}\nuse `train --force` to start it anyway"
 
 
-def _too_large(candidate: Candidate) -> str:
+def _describe_excess(candidate: Candidate) -> str:
     parts = []
     if candidate.needed_interval[1] > candidate.available_bytes:
-        parts.append(_size(candidate))
+        parts.append(_format_needed(candidate))
     if candidate.host_needed_bytes > candidate.host_available_bytes:
-        host = f"{size(candidate.host_needed_bytes)} of {size(candidate.host_available_bytes)}"
+        host = f"{format_bytes(candidate.host_needed_bytes)} of {format_bytes(candidate.host_available_bytes)}"
         parts.append(f"{host} of the host's memory")
     return f"needs {' and '.join(parts)}"
 
 
-def _size(candidate: Candidate) -> str:
-    return f"{size(candidate.needed_bytes)} of {size(candidate.available_bytes)}"
+def _format_needed(candidate: Candidate) -> str:
+    return f"{format_bytes(candidate.needed_bytes)} of {format_bytes(candidate.available_bytes)}"
 
 
-def between(candidate: Candidate) -> str:
+def format_interval(candidate: Candidate) -> str:
     """Return the interval of the memory of such runs."""
     low, high = candidate.needed_interval
-    return f"{size(low)} to {size(high)}"
+    return f"{format_bytes(low)} to {format_bytes(high)}"
 
 
-def closeness(candidate: Candidate) -> str:
+def describe_fit(candidate: Candidate) -> str:
     """Describe a candidate that is close to the limit."""
     errors = candidate.errors
-    return f"close: {SHARE * 10:.0f} of 10 runs of this kind ({errors.words}) take {between(candidate)}"
+    return f"close: {SHARE * 10:.0f} of 10 runs of this kind ({errors.words}) take {format_interval(candidate)}"
 
 
-def _speed(candidate: Candidate) -> str:
+def _format_speed(candidate: Candidate) -> str:
     return "" if candidate.time is None else f", {candidate.time.tokens_per_second:,.0f} tokens/s"
 
 
-def _slower_part(candidate: Candidate, best: Candidate) -> str:
+def _find_slower_part(candidate: Candidate, best: Candidate) -> str:
     """Return the part of the step that explains most of the difference from the best."""
     assert candidate.time is not None and best.time is not None
     differences = {
@@ -164,13 +164,13 @@ def _slower_part(candidate: Candidate, best: Candidate) -> str:
     return name if difference > 0.3 * (candidate.time.seconds - best.time.seconds) else ""
 
 
-def _why_processes(chosen: Candidate, result: SearchResult, workload: Workload, cluster: Cluster) -> str:
+def _explain_count(chosen: Candidate, result: SearchResult, workload: Workload, cluster: Cluster) -> str:
     count = chosen.choice.num_processes
     others = [one for one in result.candidates if one.runs and one.choice.num_processes != count]
     rows = max(1, math.ceil(workload.global_batch_rows))
     if count > rows:
-        without = plural(count - rows, "process has none and holds", "processes have none and hold")
-        return f"a step has {plural(rows, 'row')}; {without} shards, which leaves more memory to each"
+        without = format_plural(count - rows, "process has none and holds", "processes have none and hold")
+        return f"a step has {format_plural(rows, 'row')}; {without} shards, which leaves more memory to each"
     if not others and result.slower and chosen.time is not None:
         nearest_count, seconds = min(result.slower.items(), key=lambda item: item[1])
         ratio = seconds / chosen.time.seconds
@@ -190,27 +190,27 @@ def _why_processes(chosen: Candidate, result: SearchResult, workload: Workload, 
     return f"with {nearest.choice.num_processes} a step takes {ratio:.2f} times as long"
 
 
-def _why_strategy(chosen: Candidate, result: SearchResult) -> str:
+def _explain_strategy(chosen: Candidate, result: SearchResult) -> str:
     count = chosen.choice.num_processes
     others = [one for one in result.candidates if one.choice.num_processes == count and one.layout != chosen.layout]
     if not chosen.runs:
         return "the nearest to fitting"
-    lost = [f"{one.layout.in_words(count)} {verdict(one, chosen)}" for one in others]
+    lost = [f"{one.layout.in_words(count)} {describe_verdict(one, chosen)}" for one in others]
     if not lost:
         return "one process"
     return "the fastest that fits; " + "; ".join(lost[:3])
 
 
-def _why_recompute(chosen: Candidate) -> str:
+def _explain_recompute(chosen: Candidate) -> str:
     if not chosen.runs:
         return "the least memory"
-    fits = f"{_size(chosen)}{', which is close' if chosen.is_close else ''}"
+    fits = f"{_format_needed(chosen)}{', which is close' if chosen.is_close else ''}"
     if chosen.choice.activation_checkpointing == "none":
         return f"everything fits, {fits}"
     return f"faster than smaller micro-batches without recomputation; {fits}"
 
 
-def _why_micro_batch(chosen: Candidate, constraints: Constraints, workload: Workload) -> str:
+def _explain_micro_batch(chosen: Candidate, constraints: Constraints, workload: Workload) -> str:
     choice = chosen.choice
     if "gradient_accumulation_steps" in constraints.fixed:
         return "from train.gradient_accumulation_steps"
@@ -220,11 +220,11 @@ def _why_micro_batch(chosen: Candidate, constraints: Constraints, workload: Work
     about = "about " if workload.packed else ""  # a batch fills more or fewer packs from step to step
     return (
         f"{rows} of up to {workload.row_tokens} tokens, {tokens} at a time, "
-        f"{about}{plural(passes, 'micro-batch', 'micro-batches')} per step"
+        f"{about}{format_plural(passes, 'micro-batch', 'micro-batches')} per step"
     )
 
 
-def _why_compile(choice: Choice, workload: Workload, uncompiled: str | None) -> str:
+def _explain_compile(choice: Choice, workload: Workload, uncompiled: str | None) -> str:
     if uncompiled is not None:
         return f"torch.compile {uncompiled}"
     if choice.compile:
@@ -254,7 +254,7 @@ class Suggestion:
     candidate: Candidate
 
 
-def suggestions(evaluator: Evaluator, constraints: Constraints, nearest: Candidate) -> list[Suggestion]:
+def find_suggestions(evaluator: Evaluator, constraints: Constraints, nearest: Candidate) -> list[Suggestion]:
     """Return a few changes with which the workload runs, the cheapest first. ``nearest``: the nearest candidate.
 
     Changes are tried in this order: drop constraints, train an adapter instead of all parameters, shorten the rows, add
@@ -264,7 +264,9 @@ def suggestions(evaluator: Evaluator, constraints: Constraints, nearest: Candida
     enough: list[frozenset[str]] = []
     # A candidate that fits but lacks a package does not need less memory.
     for kinds, series in (
-        _without_constraints(evaluator, constraints) if nearest.fits else _series(evaluator, constraints)
+        _iterate_dropped_constraints(evaluator, constraints)
+        if nearest.fits
+        else _iterate_series(evaluator, constraints)
     ):
         if any(one <= kinds for one in enough):
             continue
@@ -277,39 +279,42 @@ def suggestions(evaluator: Evaluator, constraints: Constraints, nearest: Candida
     return helpful
 
 
-def _series(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Series]:
+def _iterate_series(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Series]:
     """Yield series of changes of one kind each, the smallest first; the first that helps is suggested."""
-    yield from _without_constraints(evaluator, constraints)
-    yield from _offloaded(evaluator, constraints)
-    adapted = list(_adapted(evaluator))
+    yield from _iterate_dropped_constraints(evaluator, constraints)
+    yield from _iterate_offloads(evaluator, constraints)
+    adapted = list(_iterate_adapters(evaluator))
     for kind, change, other in adapted:
         yield frozenset([kind]), iter([(change, other, constraints)])
-    yield frozenset([_LENGTH]), _shorter(evaluator, constraints)
-    yield frozenset([_DEVICES]), _more_devices(evaluator, constraints)
+    yield frozenset([_LENGTH]), _iterate_shorter(evaluator, constraints)
+    yield frozenset([_DEVICES]), _iterate_more_devices(evaluator, constraints)
     for kind, change, other in adapted:
-        if (dropped := _fewest(other, constraints)) is not None:
+        if (dropped := _find_fewest(other, constraints)) is not None:
             changes = " ".join([*(_RELAXED[name] for name in dropped), change])
             yield frozenset([kind, *dropped]), iter([(changes, other, _drop(constraints, *dropped))])
     for kind, change, other in adapted:
-        for another, more in ((_LENGTH, _shorter(other, constraints)), (_DEVICES, _more_devices(other, constraints))):
-            yield frozenset([kind, another]), _both(change, more)
-    if written := _written(constraints):
-        yield frozenset([*written, _LENGTH]), _shorter_and_free(evaluator, constraints)
+        for another, more in (
+            (_LENGTH, _iterate_shorter(other, constraints)),
+            (_DEVICES, _iterate_more_devices(other, constraints)),
+        ):
+            yield frozenset([kind, another]), _combine_changes(change, more)
+    if written := _list_written(constraints):
+        yield frozenset([*written, _LENGTH]), _iterate_shorter_and_free(evaluator, constraints)
 
 
-def _shorter_and_free(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Change]:
+def _iterate_shorter_and_free(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Change]:
     """Yield shorter rows, each with as few dropped constraints as needed."""
-    for change, other, _ in _shorter(evaluator, _drop(constraints, *_written(constraints))):
-        if (dropped := _fewest(other, constraints)) is not None:
+    for change, other, _ in _iterate_shorter(evaluator, _drop(constraints, *_list_written(constraints))):
+        if (dropped := _find_fewest(other, constraints)) is not None:
             changes = " ".join([*(_RELAXED[name] for name in dropped), change])
             yield changes, other, _drop(constraints, *dropped)
 
 
-def _both(change: str, more: Iterator[_Change]) -> Iterator[_Change]:
+def _combine_changes(change: str, more: Iterator[_Change]) -> Iterator[_Change]:
     return ((f"{change} and {another}", other, kept) for another, other, kept in more)
 
 
-def _adapted(evaluator: Evaluator) -> Iterator[tuple[str, str, Evaluator]]:
+def _iterate_adapters(evaluator: Evaluator) -> Iterator[tuple[str, str, Evaluator]]:
     """Yield kind, change and evaluator of every adapter that could be added to the model."""
     workload = evaluator.workload
     if not workload.takes_adapters:
@@ -317,18 +322,18 @@ def _adapted(evaluator: Evaluator) -> Iterator[tuple[str, str, Evaluator]]:
     section = workload.model.adapter_section
     if not section:
         lora = AdapterSection(type="lora", rank=_RANK)
-        yield "lora", f"model.adapter=lora (rank {_RANK})", _with(evaluator, _with_adapter(workload, lora))
+        yield "lora", f"model.adapter=lora (rank {_RANK})", _replace_workload(evaluator, _add_adapter(workload, lora))
     if workload.model.quantization == "none":
         rank = section.get("rank") or _RANK
         change = "model.adapter.quantization=nf4 (4-bit base)"  # the adapter itself is unchanged
         if not section:
             change = f"model.adapter=qlora (4-bit base, rank {rank})"
         quantized = AdapterSection.model_validate({"type": "lora", "rank": rank, **section, "quantization": "nf4"})
-        yield "qlora", change, _with(evaluator, _with_adapter(workload, quantized))
+        yield "qlora", change, _replace_workload(evaluator, _add_adapter(workload, quantized))
 
 
-def _with_adapter(workload: Workload, section: AdapterSection) -> Workload:
-    return replace(workload, model=workload.model.adapted(section))
+def _add_adapter(workload: Workload, section: AdapterSection) -> Workload:
+    return replace(workload, model=workload.model.add_adapter(section))
 
 
 _RELAXED: Mapping[str, str] = {
@@ -341,32 +346,32 @@ _RELAXED: Mapping[str, str] = {
 }
 
 
-def _written(constraints: Constraints) -> tuple[str, ...]:
+def _list_written(constraints: Constraints) -> tuple[str, ...]:
     return tuple(name for name in _RELAXED if name in constraints.fixed and name not in constraints.bound)
 
 
-def _without_constraints(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Series]:
+def _iterate_dropped_constraints(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Series]:
     """Yield each constraint alone, and, if none is enough, the smallest set of them that is."""
-    names = _written(constraints)
+    names = _list_written(constraints)
     for name in names:
         yield frozenset([name]), iter([(_RELAXED[name], evaluator, _drop(constraints, name))])
-    if len(names) > 1 and (dropped := _fewest(evaluator, constraints)):
+    if len(names) > 1 and (dropped := _find_fewest(evaluator, constraints)):
         changes = " ".join(_RELAXED[name] for name in dropped)
         yield frozenset(dropped), iter([(changes, evaluator, _drop(constraints, *dropped))])
 
 
-def _offloaded(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Series]:
+def _iterate_offloads(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Series]:
     """Yield offloading to the host's memory if the recipe forbids it."""
     strategy = constraints.fixed.get("strategy")
-    key = None if strategy is None else next(iter(spec_of(strategy).offloads), None)
+    key = None if strategy is None else next(iter(look_up_strategy(strategy).offloads), None)
     if key is not None and constraints.fixed.get(key) is False and evaluator.cluster.device != "cpu":
         moved = replace(constraints, fixed={**constraints.fixed, key: True})
         yield frozenset([key]), iter([(f"parallel.{key}=true", evaluator, moved)])
 
 
-def _fewest(evaluator: Evaluator, constraints: Constraints) -> tuple[str, ...] | None:
+def _find_fewest(evaluator: Evaluator, constraints: Constraints) -> tuple[str, ...] | None:
     """Return the fewest constraints to drop so that the workload fits; None if dropping all is not enough."""
-    dropped = _written(constraints)
+    dropped = _list_written(constraints)
     if not dropped or search(evaluator, _drop(constraints, *dropped), sure=True).best is None:
         return None
     for name in reversed(dropped):
@@ -383,21 +388,29 @@ def _drop(constraints: Constraints, *names: str) -> Constraints:
     return replace(constraints, fixed=fixed, given_up=constraints.given_up | frozenset(names))
 
 
-def _shorter(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Change]:
+def _iterate_shorter(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Change]:
     """Yield rows of half the length, a quarter, and so on."""
     workload = evaluator.workload
     lengths = [workload.row_tokens >> halvings for halvings in range(1, workload.row_tokens.bit_length())]
     lengths = [tokens for tokens in lengths if tokens >= _SHORTEST] if workload.texts else []
-    if not lengths or search(_with(evaluator, _of_length(workload, lengths[-1])), constraints, sure=True).best is None:
+    if (
+        not lengths
+        or search(_replace_workload(evaluator, _set_row_length(workload, lengths[-1])), constraints, sure=True).best
+        is None
+    ):
         return
     for tokens in lengths:
         keys = ["data.pack_length"] if workload.packed else []
         if not workload.packed or (workload.max_length or workload.row_tokens) > tokens:  # packs hold none longer
             keys.append("data.max_length")
-        yield " ".join(f"{key}={tokens}" for key in keys), _with(evaluator, _of_length(workload, tokens)), constraints
+        yield (
+            " ".join(f"{key}={tokens}" for key in keys),
+            _replace_workload(evaluator, _set_row_length(workload, tokens)),
+            constraints,
+        )
 
 
-def _of_length(workload: Workload, tokens: int) -> Workload:
+def _set_row_length(workload: Workload, tokens: int) -> Workload:
     """Return the workload with rows of ``tokens`` tokens; packs become correspondingly more."""
     rows = workload.global_batch_rows
     if workload.packed:
@@ -410,10 +423,10 @@ def _of_length(workload: Workload, tokens: int) -> Workload:
     return replace(shorter, longest_document=tokens, document_tokens=mean, lengths=lengths)
 
 
-def _more_devices(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Change]:
+def _iterate_more_devices(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Change]:
     """Yield machines with twice as many devices and so on, while each has a row; without GPUs, common machines."""
     cluster = evaluator.cluster
-    names = [name for name in _written(constraints) if name in ("num_processes", "strategy")]
+    names = [name for name in _list_written(constraints) if name in ("num_processes", "strategy")]
     written = "".join(f" {_RELAXED[name]}" for name in names)
     free = _drop(constraints, *names)
     if cluster.device == "cpu":
@@ -438,5 +451,5 @@ def _more_devices(evaluator: Evaluator, constraints: Constraints) -> Iterator[_C
         yield f"{nodes * each} of these devices ({larger.name}){written}", other, free
 
 
-def _with(evaluator: Evaluator, workload: Workload) -> Evaluator:
+def _replace_workload(evaluator: Evaluator, workload: Workload) -> Evaluator:
     return Evaluator(workload, evaluator.cluster, evaluator.rates, evaluator.available, evaluator.own)

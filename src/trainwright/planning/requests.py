@@ -10,9 +10,9 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.api.recipe import Recipe, source_of
+from trainwright.api.recipe import Recipe, extract_source
 from trainwright.errors import RequestError
-from trainwright.utils.activity import Activity, doing
+from trainwright.utils.activity import Activity, begin_activity
 from trainwright.utils.text import say
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ class Plan:
     @property
     def values(self) -> dict[str, dict[str, Any]]:
         """Return the values chosen for ``auto``, by section and key of a recipe."""
-        from trainwright.planning.planner import chosen_values
+        from trainwright.planning.planner import collect_chosen_values
 
-        return chosen_values(self.details)
+        return collect_chosen_values(self.details)
 
     @property
     def predicted(self) -> dict[str, float]:
@@ -67,14 +67,14 @@ class Plan:
         """Return everything as plain values, as ``trainwright plan --json`` prints it."""
         values = self.details.as_json()
         if self.budget is not None:
-            values["budget"] = cost(self.details, self.budget, self.price)
+            values["budget"] = estimate_cost(self.details, self.budget, self.price)
         return values
 
     def draw(self, path: str | PathLike[str]) -> None:
         """Plot memory by part to a PNG file."""
-        from trainwright.planning.output import draw
+        from trainwright.planning.output import draw_plan
 
-        draw(self.details, Path(path))
+        draw_plan(self.details, Path(path))
 
     def lines(self, compare: bool = False, width: int | None = None) -> Iterator[str]:
         """Yield the plan as text.
@@ -83,7 +83,7 @@ class Plan:
             compare: include every candidate, not only the best of each strategy.
             width: columns of a terminal; None: any.
         """
-        from trainwright.planning.output import table, words
+        from trainwright.planning.output import describe_plan, format_candidates
 
         details = self.details
         if details.basis.trouble is not None:
@@ -92,11 +92,11 @@ class Plan:
         if details.cluster.planned_only:
             yield f"{'':<14} {details.cluster.planned_only}"
         yield ""
-        yield from table(details, compare, width)
+        yield from format_candidates(details, compare, width)
         yield ""
-        yield from words(details)
+        yield from describe_plan(details)
         if self.budget is not None:
-            for number, line in enumerate(budget_words(details, self.budget, self.price)):
+            for number, line in enumerate(describe_budget(details, self.budget, self.price)):
                 yield f"{'' if number else 'budget':<14} {line}"
 
     def __str__(self) -> str:
@@ -141,7 +141,7 @@ def plan(
         (True, 'bf16')
     """
 
-    from trainwright.machine.describe import machine_of
+    from trainwright.machine.describe import resolve_machine
     from trainwright.recipe.arguments import check_argument
     from trainwright.recipe.sections.fields import Count
 
@@ -149,21 +149,21 @@ def plan(
     if price is not None and tokens is None:
         raise RequestError("--price: needs --tokens, such as 20x")
     with Activity(sys.stderr if progress else None, "reading the recipe, its model and its data"):
-        to_plan = _recipe_to_plan(recipe, overrides, model, sequence_length, global_batch_size, steps)
-        facts, budget = _facts(to_plan, full=model is not None), None
+        to_plan = _choose_recipe(recipe, overrides, model, sequence_length, global_batch_size, steps)
+        facts, budget = _build_facts(to_plan, full=model is not None), None
         if tokens is not None:
             if steps is not None:
                 raise RequestError("--tokens, --steps: both set the length of the run; pass only one")
-            budget = tokens_of(tokens, facts.workload)
-            facts = facts._replace(workload=with_budget(facts.workload, budget))
-        doing("planning")
-        details = _plan_of(to_plan, facts, on if on is None or isinstance(on, tuple) else machine_of(str(on)))
+            budget = parse_token_budget(tokens, facts.workload)
+            facts = facts._replace(workload=set_budget(facts.workload, budget))
+        begin_activity("planning")
+        details = _make_plan(to_plan, facts, on if on is None or isinstance(on, tuple) else resolve_machine(str(on)))
     if progress and details.basis.message is not None:
         say(details.basis.message, file=sys.stderr)
     return Plan(details, budget, price)
 
 
-def _recipe_to_plan(
+def _choose_recipe(
     recipe: Recipe | str | PathLike[str] | None,
     overrides: tuple[str, ...],
     model: str | None,
@@ -172,58 +172,60 @@ def _recipe_to_plan(
     steps: int | None,
 ) -> schema.RecipeSchema:
     """Return the recipe to plan; for a model without one, a recipe of the given values only."""
-    from trainwright.recipe.loading import load_recipe, recipe_of
+    from trainwright.recipe.loading import build_recipe, load_recipe
 
     if recipe is not None and model is None:
-        return load_recipe(source_of(recipe), overrides)
+        return load_recipe(extract_source(recipe), overrides)
     if recipe is not None or model is None:
         raise RequestError("pass one recipe, or a model with --model, such as --model meta-llama/Llama-3.1-8B")
-    from trainwright.planning.facts import configuration_named, packs
+    from trainwright.planning.facts import can_pack, read_named_configuration
     from trainwright.planning.trace.request import TracedModel
-    from trainwright.planning.trace.traced import model_facts
+    from trainwright.planning.trace.traced import read_model_facts
 
-    positions = model_facts(TracedModel.of(configuration_named(model))).positions or _TOKENS
+    positions = read_model_facts(TracedModel.of(read_named_configuration(model))).positions or _TOKENS
     length = sequence_length or min(_TOKENS, positions)
     settings = [
         "task=sft",
         f"model.name={model}",
         "data={train: pydoc, validation: null}",
         f"data.max_length={length}",
-        f"data.pack_length={length if packs(model, length) else 'null'}",
+        f"data.pack_length={length if can_pack(model, length) else 'null'}",
         f"train.global_batch_size={global_batch_size}",
         *([f"train.max_steps={steps}"] if steps is not None else []),
     ]
-    return recipe_of([*settings, *overrides], "--model")
+    return build_recipe([*settings, *overrides], "--model")
 
 
-def _facts(recipe: schema.RecipeSchema, full: bool) -> Facts:
+def _build_facts(recipe: schema.RecipeSchema, full: bool) -> Facts:
     """Return the facts for the plan. ``full``: ignore the recipe's data and assume that every row is full."""
-    from trainwright.planning.facts import facts_of, full_rows
+    from trainwright.planning.facts import assume_full_rows, build_facts
 
-    return full_rows(recipe) if full else facts_of(recipe)
+    return assume_full_rows(recipe) if full else build_facts(recipe)
 
 
-def _plan_of(recipe: schema.RecipeSchema, facts: Facts, on: Written | None) -> Details:
-    from trainwright.machine.describe import cluster_of
-    from trainwright.planning.plan import installed
-    from trainwright.planning.planner import chosen_values, plan_on
-    from trainwright.planning.step_time.basis import Basis, basis_of
-    from trainwright.run.resolve import filled, possible
+def _make_plan(recipe: schema.RecipeSchema, facts: Facts, on: Written | None) -> Details:
+    from trainwright.machine.describe import build_cluster
+    from trainwright.planning.plan import explain_missing_library
+    from trainwright.planning.planner import collect_chosen_values, plan_on
+    from trainwright.planning.step_time.basis import Basis, build_basis
+    from trainwright.run.resolve import apply_implied_values, fill_auto_values
 
     here: dict[str, Any] = {}
     if on is not None:
         cluster, calibration, measurement = on
         here = {"basis": Basis(calibration, measurement)}
     else:
-        from trainwright.machine.accelerators import with_device
+        from trainwright.machine.accelerators import restrict_to_device
         from trainwright.machine.detect import detect
 
-        machine = with_device(detect(), recipe.parallel.device)
-        cluster = cluster_of(machine)
-        here = {"basis": basis_of(machine, facts.workload, doing), "available": installed}
-    recipe, remarks = possible(recipe, cluster)
+        machine = restrict_to_device(detect(), recipe.parallel.device)
+        cluster = build_cluster(machine)
+        here = {"basis": build_basis(machine, facts.workload, begin_activity), "available": explain_missing_library}
+    recipe, remarks = apply_implied_values(recipe, cluster)
     run_plan = plan_on(cluster, recipe, facts, **here)
-    filled(recipe, chosen_values(run_plan), cluster.device)  # raises the errors that a run would raise
+    fill_auto_values(
+        recipe, collect_chosen_values(run_plan), cluster.device
+    )  # raises the errors that a run would raise
     return replace(run_plan, reasons=(*run_plan.reasons, *remarks))
 
 
@@ -267,11 +269,13 @@ def simulate(
 
     file = None if accelerate_config is None else Path(accelerate_config)
     return run_in_process(
-        _in_words, SimulationRequest(source_of(recipe), overrides, on, steps, force, file), progress=progress
+        _start_simulation,
+        SimulationRequest(extract_source(recipe), overrides, on, steps, force, file),
+        progress=progress,
     )
 
 
-def _in_words(request: SimulationRequest) -> Simulation:
+def _start_simulation(request: SimulationRequest) -> Simulation:
     from trainwright.planning.simulation.start import simulate as start
 
     with Activity(sys.stderr, "reading the recipe"):
@@ -284,7 +288,7 @@ _WRITTEN = re.compile(r"(\d+(?:\.\d+)?)([KMBTx]?)", re.IGNORECASE)
 _IRREDUCIBLE, _A, _ALPHA, _B, _BETA = 1.69, 406.4, 0.34, 410.7, 0.28
 
 
-def tokens_of(written: str, workload: Workload) -> float:
+def parse_token_budget(written: str, workload: Workload) -> float:
     """Parse a budget of tokens: 300B, or 20x for 20 tokens per parameter (about 20 are compute-optimal).
 
     Raises:
@@ -300,12 +304,12 @@ def tokens_of(written: str, workload: Workload) -> float:
     return tokens
 
 
-def with_budget(workload: Workload, tokens: float) -> Workload:
+def set_budget(workload: Workload, tokens: float) -> Workload:
     """Return the workload with the number of steps that the tokens require."""
     return replace(workload, steps=max(1, -(-round(tokens) // round(workload.tokens))))
 
 
-def cost(plan: Details, tokens: float, price: float | None) -> dict[str, float]:
+def estimate_cost(plan: Details, tokens: float, price: float | None) -> dict[str, float]:
     """Return the time and cost of training on ``tokens``, and the expected loss; ``price``: per device and hour.
 
     Empty if nothing fits.
@@ -326,9 +330,9 @@ def cost(plan: Details, tokens: float, price: float | None) -> dict[str, float]:
     return figures if price is None else {**figures, "cost": hours * devices * price}
 
 
-def budget_words(plan: Details, tokens: float, price: float | None) -> Iterator[str]:
-    """Yield the values of ``cost`` as text."""
-    figures = cost(plan, tokens, price)
+def describe_budget(plan: Details, tokens: float, price: float | None) -> Iterator[str]:
+    """Yield the values of ``estimate_cost`` as text."""
+    figures = estimate_cost(plan, tokens, price)
     if not figures:
         return
     size, steps = plan.workload.facts.total, plan.workload.steps

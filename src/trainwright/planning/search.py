@@ -8,23 +8,23 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trainwright.machine.describe import Cluster
-from trainwright.machine.vendors import processor_of
+from trainwright.machine.vendors import look_up_processor
 from trainwright.planning.candidates import (
     Constraints,
     ParallelLayout,
-    choice_of,
-    layout_of,
-    layouts,
-    micro_batches,
-    precision_for,
-    recomputations,
-    worlds,
+    build_choice,
+    build_layout,
+    choose_precision,
+    iterate_layouts,
+    list_micro_batches,
+    list_recomputations,
+    list_worlds,
 )
-from trainwright.planning.errors import Errors, errors_of
-from trainwright.planning.memory.peak import COPY, LOADING, Memory, least_of, memory_of
+from trainwright.planning.errors import Errors, look_up_errors
+from trainwright.planning.memory.peak import COPY, LOADING, Memory, estimate_least_memory, estimate_memory
 from trainwright.planning.step_time.basis import Corrections
 from trainwright.planning.step_time.rates import Rates
-from trainwright.planning.step_time.step import StepTime, least_seconds, step_time
+from trainwright.planning.step_time.step import StepTime, compute_least_seconds, estimate_step_time
 from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.registries import STRATEGIES
 
@@ -73,7 +73,7 @@ class Candidate:
     @property
     def layout(self) -> ParallelLayout:
         """The candidate's layout."""
-        return layout_of(self.choice)
+        return build_layout(self.choice)
 
     @property
     def needed_interval(self) -> tuple[int, int]:
@@ -152,7 +152,7 @@ class Evaluator:
     _fitted: dict[Choice, Candidate] = field(default_factory=dict, repr=False)
     _times: dict[Choice, StepTime] = field(default_factory=dict, repr=False)
 
-    def with_less_margin(self) -> Evaluator:
+    def reduce_margin(self) -> Evaluator:
         """Return an evaluator that also accepts close candidates that are expected to fit; it shares cached results."""
         fitted = {choice: replace(candidate, bold=True) for choice, candidate in self._fitted.items()}
         return replace(self, bold=True, _fitted=fitted)
@@ -164,7 +164,7 @@ class Evaluator:
         return self._fitted[choice]
 
     def _fit(self, choice: Choice) -> Candidate:
-        memory = memory_of(self.workload, choice, self.cluster)
+        memory = estimate_memory(self.workload, choice, self.cluster)
         processes_here = min(choice.num_processes, self.cluster.devices_per_node)
         if self.cluster.device == "cpu":
             each = memory.total + memory.host.get(COPY, 0)
@@ -183,9 +183,9 @@ class Evaluator:
             available_bytes=int(self.cluster.usable_bytes * (1 - left_alone)),
             host_needed_bytes=host,
             host_available_bytes=int(free * (1 - LEFT_ALONE)),
-            errors=self.own or errors_of(self.workload, choice, self.cluster),
+            errors=self.own or look_up_errors(self.workload, choice, self.cluster),
             bold=self.bold,
-            missing=self._unfit(choice) or self.available(choice.strategy),
+            missing=self._explain_unfit(choice) or self.available(choice.strategy),
         )
 
     def never_fits(self, choice: Choice) -> bool:
@@ -193,16 +193,16 @@ class Evaluator:
 
         False: it may fit, or only almost.
         """
-        least, cluster = least_of(self.workload, choice, self.cluster), self.cluster
+        least, cluster = estimate_least_memory(self.workload, choice, self.cluster), self.cluster
         if cluster.device == "cpu":
             least *= -(-choice.num_processes // cluster.nodes)
         elif cluster.unified:
             least *= min(choice.num_processes, cluster.devices_per_node)
         left_alone = LEFT_ALONE if cluster.device == "cpu" or cluster.unified else 0.0
-        errors = self.own or errors_of(self.workload, choice, cluster)
+        errors = self.own or look_up_errors(self.workload, choice, cluster)
         return errors.memory.of(least)[0] > int(cluster.usable_bytes * (1 - left_alone))
 
-    def _unfit(self, choice: Choice) -> str | None:
+    def _explain_unfit(self, choice: Choice) -> str | None:
         section = self.workload.model.adapter_section
         settings = {
             "model.adapter.type": section.get("type", "none"),
@@ -214,7 +214,7 @@ class Evaluator:
         limit = choice.spec.refuses(settings)
         return None if limit is None else limit.short
 
-    def timed(self, candidate: Candidate) -> Candidate:
+    def time_candidate(self, candidate: Candidate) -> Candidate:
         """Return the candidate with its step time."""
         return replace(candidate, time=self._time(candidate.choice))
 
@@ -222,13 +222,13 @@ class Evaluator:
         """Return the seconds of a step."""
         return self._time(choice).seconds
 
-    def least_seconds(self, processes: int, constraints: Constraints) -> float:
+    def estimate_least_seconds(self, processes: int, constraints: Constraints) -> float:
         """Return a lower bound of the seconds of a step on this number of processes."""
-        return least_seconds(self.workload, processes, precision_for(constraints, self.cluster), self.rates)
+        return compute_least_seconds(self.workload, processes, choose_precision(constraints, self.cluster), self.rates)
 
     def _time(self, choice: Choice) -> StepTime:
         if choice not in self._times:
-            seconds = step_time(self.workload, choice, self.cluster, self.rates)
+            seconds = estimate_step_time(self.workload, choice, self.cluster, self.rates)
             factor = 1.0 if self.corrections is None else self.corrections.of(choice).seconds
             self._times[choice] = seconds if factor == 1.0 else seconds.times(factor)
         return self._times[choice]
@@ -256,7 +256,7 @@ def search(evaluator: Evaluator, constraints: Constraints, sure: bool = False) -
     for offloads in (False, True):
         result = _search(evaluator, constraints, offloads, sure)
         if result.best is None and not sure and any(one.is_close for one in result.candidates):
-            result = _search(evaluator.with_less_margin(), constraints, offloads)
+            result = _search(evaluator.reduce_margin(), constraints, offloads)
         if result.best is not None:
             break
     return result
@@ -266,15 +266,15 @@ def _search(evaluator: Evaluator, constraints: Constraints, offloads: bool, sure
     tried: list[_Tried] = []
     slower: dict[int, float] = {}
     fastest = math.inf
-    for processes in worlds(evaluator.workload, evaluator.cluster, constraints):
-        bound = evaluator.least_seconds(processes, constraints)
+    for processes in list_worlds(evaluator.workload, evaluator.cluster, constraints):
+        bound = evaluator.estimate_least_seconds(processes, constraints)
         if bound > fastest:
             slower[processes] = bound
             continue
         # What the recipe or the nodes require may leave processes idle.
         required = constraints.fixed.get("num_processes", min(constraints.worlds, default=None))
         rows = math.inf if processes == required else math.ceil(evaluator.workload.global_batch_rows)
-        all_layouts = tuple(layouts(processes, evaluator.cluster, constraints, rows))
+        all_layouts = tuple(iterate_layouts(processes, evaluator.cluster, constraints, rows))
         if sure:
             all_layouts = tuple(one for one in all_layouts if _may_fit(evaluator, one, processes, constraints))
         results = _try(evaluator, [layout for layout in all_layouts if not layout.offloads], processes, constraints)
@@ -282,25 +282,25 @@ def _search(evaluator: Evaluator, constraints: Constraints, offloads: bool, sure
             results += _try(evaluator, [layout for layout in all_layouts if layout.offloads], processes, constraints)
         tried += results
         fastest = min([fastest, *(one.fastest for one in results if one.runs)])
-    candidates = [_best_of(evaluator, one, fastest) for one in tried]
+    candidates = [_choose_best(evaluator, one, fastest) for one in tried]
     equal = [best for one, best in zip(tried, candidates, strict=True) if one.runs and _is_as_fast(one, fastest)]
-    best = min(equal, key=lambda one: _simplicity(one.choice), default=None)
+    best = min(equal, key=lambda one: _compute_simplicity(one.choice), default=None)
     return SearchResult(best, tuple(candidates), fastest, slower)
 
 
 def _may_fit(evaluator: Evaluator, layout: ParallelLayout, processes: int, constraints: Constraints) -> bool:
     """Return whether any micro-batch of a layout may fit."""
-    sizes = micro_batches(evaluator.workload, processes, constraints)
+    sizes = list_micro_batches(evaluator.workload, processes, constraints)
     ends = {*sizes[:1], *sizes[-1:]}  # without accumulation, and with it
-    arguments = recomputations(evaluator.workload, constraints)[-1], constraints, evaluator.cluster
-    return not all(evaluator.never_fits(choice_of(layout, processes, size, *arguments)) for size in ends)
+    arguments = list_recomputations(evaluator.workload, constraints)[-1], constraints, evaluator.cluster
+    return not all(evaluator.never_fits(build_choice(layout, processes, size, *arguments)) for size in ends)
 
 
 def _is_as_fast(one: _Tried, fastest: float) -> bool:
     return one.fastest <= fastest * (1 + _AS_FAST)
 
 
-def _best_of(evaluator: Evaluator, one: _Tried, fastest: float) -> Candidate:
+def _choose_best(evaluator: Evaluator, one: _Tried, fastest: float) -> Candidate:
     """Return the simplest of a layout's fastest choices; if none fits, the one that needs least memory.
 
     ``fastest``: seconds of the fastest step of all layouts. Layouts that count as equally fast are compared with it, so
@@ -309,9 +309,9 @@ def _best_of(evaluator: Evaluator, one: _Tried, fastest: float) -> Candidate:
     if not one.fitting:
         return one.least
     compared = fastest if one.runs and _is_as_fast(one, fastest) else one.fastest
-    limit = compared * (1 + AS_FAST[processor_of(evaluator.cluster.device)])
-    chosen = min((choice for choice in one.fitting if evaluator.seconds(choice) <= limit), key=_simplicity)
-    return evaluator.timed(evaluator.fit(chosen))
+    limit = compared * (1 + AS_FAST[look_up_processor(evaluator.cluster.device)])
+    chosen = min((choice for choice in one.fitting if evaluator.seconds(choice) <= limit), key=_compute_simplicity)
+    return evaluator.time_candidate(evaluator.fit(chosen))
 
 
 def _try(
@@ -329,38 +329,40 @@ def _try_layout(
     On a CPU fewer threads are tried too, where they were measured.
     """
     candidates = [
-        _with_threads(evaluator, layout, processes, constraints, threads)
+        _try_threads(evaluator, layout, processes, constraints, threads)
         for threads in evaluator.rates.threads(processes)
     ]
     tried = [one for one in candidates if one is not None]
     return min(tried, key=lambda one: one.fastest, default=None)
 
 
-def _with_threads(
+def _try_threads(
     evaluator: Evaluator, layout: ParallelLayout, processes: int, constraints: Constraints, threads: int | None
 ) -> _Tried | None:
-    sizes = micro_batches(evaluator.workload, processes, constraints)
+    sizes = list_micro_batches(evaluator.workload, processes, constraints)
     if not sizes:
         return None
-    options = recomputations(evaluator.workload, constraints)
+    options = list_recomputations(evaluator.workload, constraints)
     rows = {
-        option: [choice_of(layout, processes, size, option, constraints, evaluator.cluster, threads) for size in sizes]
+        option: [
+            build_choice(layout, processes, size, option, constraints, evaluator.cluster, threads) for size in sizes
+        ]
         for option in options
     }
-    fits = _fitting(evaluator, rows[options[0]])
+    fits = _select_fitting(evaluator, rows[options[0]])
     timed = _PER_ROW if evaluator.workload.packed and evaluator.cluster.has_gpus else len(sizes)
     if fits and not _may_gain(evaluator, rows[options[0]], fits[:timed]):
         options = options[:1]
-    least = _least(evaluator, rows[options[-1]])
+    least = _find_least(evaluator, rows[options[-1]])
     if not least.fits and least.shortfall < _NEAR:
-        least = min((_least(evaluator, rows[option]) for option in options), key=lambda one: one.shortfall)
+        least = min((_find_least(evaluator, rows[option]) for option in options), key=lambda one: one.shortfall)
     if not least.fits:
         return _Tried((), least)
     fitting = fits[:timed]
     done = {choice.micro_batch_size for choice in fits}  # recomputation would only make these slower
     for option in options[1:]:
         untried = [choice for choice in rows[option] if choice.micro_batch_size not in done]
-        fitting += _fitting(evaluator, untried)[:timed]
+        fitting += _select_fitting(evaluator, untried)[:timed]
     return _Tried(tuple(fitting), least, min(map(evaluator.seconds, fitting)))
 
 
@@ -370,12 +372,12 @@ def _may_gain(evaluator: Evaluator, choices: list[Choice], fits: list[Choice]) -
     return any(evaluator.seconds(choice) < limit for choice in choices if choice not in fits)
 
 
-def _least(evaluator: Evaluator, choices: list[Choice]) -> Candidate:
+def _find_least(evaluator: Evaluator, choices: list[Choice]) -> Candidate:
     """Return the choice that needs least memory: the smallest micro-batch, or the one without accumulation."""
     return min((evaluator.fit(choices[0]), evaluator.fit(choices[-1])), key=lambda one: one.shortfall)
 
 
-def _fitting(evaluator: Evaluator, choices: list[Choice]) -> list[Choice]:
+def _select_fitting(evaluator: Evaluator, choices: list[Choice]) -> list[Choice]:
     """Return those of ``choices`` that fit; they are sorted by decreasing micro-batch size.
 
     Memory decreases with the size, except for the first: without accumulation no gradients are kept between
@@ -395,10 +397,10 @@ def _fitting(evaluator: Evaluator, choices: list[Choice]) -> list[Choice]:
 _RECOMPUTES = ("none", "selective", "full")
 
 
-def _simplicity(choice: Choice) -> tuple[int, ...]:
+def _compute_simplicity(choice: Choice) -> tuple[int, ...]:
     recompute = choice.activation_checkpointing
     return (
-        int(layout_of(choice).offloads),
+        int(build_layout(choice).offloads),
         STRATEGIES.order(choice.strategy),
         choice.num_processes,
         int(choice.replicate_size > 1),

@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 
 from trainwright.machine.describe import Cluster
 from trainwright.models.fused.choice import Kernels
-from trainwright.planning.trace.request import TracedModel, TraceRequest, device_of
-from trainwright.planning.trace.traced import model_facts, sized
+from trainwright.planning.trace.request import TracedModel, TraceRequest, build_device
+from trainwright.planning.trace.traced import read_model_facts, size_model
 from trainwright.planning.trace.units import BatchShape, ModelFacts, SizedModel
-from trainwright.recipe.strategy_spec import StrategySpec, spec_of
+from trainwright.recipe.strategy_spec import StrategySpec, look_up_strategy
 
 MixedPrecision = Literal["no", "bf16", "fp16"]
 Recompute = Literal["none", "full", "selective"] | int
@@ -89,15 +89,15 @@ class Workload:
     @property
     def facts(self) -> ModelFacts:
         """The model's numbers."""
-        return model_facts(self.model)
+        return read_model_facts(self.model)
 
     def trace(self, choice: Choice, cluster: Cluster, batch: BatchShape) -> SizedModel:
         """Return what passes of ``choice`` over ``batch`` allocate and do on a device of ``cluster``."""
-        return sized(self.request(choice, cluster, batch), batch, choice.threads or 1)
+        return size_model(self.request(choice, cluster, batch), batch, choice.threads or 1)
 
     def request(self, choice: Choice, cluster: Cluster, batch: BatchShape) -> TraceRequest:
         """Return what decides the operations of these passes."""
-        device = device_of(cluster, choice, self.attention, deterministic=self.deterministic, kernels=self.kernels)
+        device = build_device(cluster, choice, self.attention, deterministic=self.deterministic, kernels=self.kernels)
         return TraceRequest.of(self.model, device, choice, batch)
 
     @property
@@ -117,7 +117,7 @@ class Workload:
         """Length of the longest sequence in tokens."""
         return self.row_tokens if self.longest_document is None else self.longest_document
 
-    def length_at(self, position: int) -> int | None:
+    def find_length(self, position: int) -> int | None:
         """Return the length of the sequence at an index of a global batch, sorted longest first; None if unknown."""
         known = self.batch_documents
         if not known:
@@ -161,7 +161,7 @@ class Choice:
     @property
     def spec(self) -> StrategySpec:
         """The spec of the strategy."""
-        return spec_of(self.strategy)
+        return look_up_strategy(self.strategy)
 
     @property
     def shards(self) -> int:

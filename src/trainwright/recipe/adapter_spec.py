@@ -41,20 +41,20 @@ _ZEROS = {".lora_B.": 0.0, ".lora_embedding_A": 0.0}
 
 LORA = AdapterSpec(
     summary="lora: low-rank matrices added to frozen weights (arXiv 2106.09685)",
-    settings="trainwright.models.adapters.config:lora_config",
+    settings="trainwright.models.adapters.config:build_lora_config",
     reads=_LORA,
     unchanged=_ZEROS,
     of_ends=True,
 )
 DORA = AdapterSpec(
     summary="dora: also the magnitudes of the weights (arXiv 2402.09353)",
-    settings="trainwright.models.adapters.config:lora_config",
+    settings="trainwright.models.adapters.config:build_lora_config",
     reads=_LORA,
     unchanged=_ZEROS,
 )
 OFT = AdapterSpec(
     summary="oft: rotations of the inputs, in blocks (arXiv 2306.07280; inverted as a series, arXiv 2506.19847)",
-    settings="trainwright.models.adapters.config:oft_config",
+    settings="trainwright.models.adapters.config:build_oft_config",
     reads=("block_size",),
     unchanged={".oft_R.": 0.0},
     peft_type="OFT",

@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from trainwright.errors import RequestError
-from trainwright.recipe.problems import expected_and_found
+from trainwright.recipe.problems import describe_mismatch
 
 T = TypeVar("T")
 
 
-def as_request(kind: type[T], arguments: Mapping[str, Any]) -> T:
+def to_request(kind: type[T], arguments: Mapping[str, Any]) -> T:
     """Return a function's or a command's arguments as a request, a dataclass: paths and steps as text, several names as
     one text.
 
@@ -30,19 +30,19 @@ def as_request(kind: type[T], arguments: Mapping[str, Any]) -> T:
         return ",".join(value) if isinstance(value, (list, tuple)) else value
 
     options = {name: text(name, value) for name, value in arguments.items() if name not in ("progress", "trust_code")}
-    checked: T = _checked("", kind, options, extra="forbid")
+    checked: T = _check_value("", kind, options, extra="forbid")
     return checked
 
 
 def check_argument(name: str, kind: Any, value: Any) -> None:
     """Raise RequestError if the argument called ``name`` is not of the type ``kind``, such as ``Count``."""
-    _checked(name, kind, value)
+    _check_value(name, kind, value)
 
 
-def _checked(name: str, kind: Any, value: Any, **options: Any) -> Any:
+def _check_value(name: str, kind: Any, value: Any, **options: Any) -> Any:
     try:
         return TypeAdapter(kind).validate_python(value, **options)
     except ValidationError as error:
         problems = error.errors(include_url=False)
         items = [item for item in problems if item["loc"][:1] == problems[0]["loc"][:1]]
-        raise RequestError(f"{name or items[0]['loc'][0]}: {expected_and_found(*items)}") from None
+        raise RequestError(f"{name or items[0]['loc'][0]}: {describe_mismatch(*items)}") from None

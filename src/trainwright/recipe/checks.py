@@ -15,9 +15,9 @@ from trainwright.recipe.adapter_spec import OPTIONAL
 from trainwright.recipe.registries import ADAPTERS, OPTIMIZERS, SCHEDULES, STRATEGIES, TASKS
 from trainwright.recipe.sections.data import RowSettings
 from trainwright.recipe.sections.fields import Contradiction
-from trainwright.recipe.sections.model import absurd_sizes
+from trainwright.recipe.sections.model import check_config_sizes
 from trainwright.recipe.sections.parallel import ParallelSection, ProcessRange
-from trainwright.recipe.strategy_spec import all_specs
+from trainwright.recipe.strategy_spec import load_strategies
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import RecipeSchema
@@ -26,31 +26,31 @@ if TYPE_CHECKING:
 _ROUNDING = 1e-9
 
 
-def contradictions(recipe: RecipeSchema) -> list[Contradiction]:
+def list_contradictions(recipe: RecipeSchema) -> list[Contradiction]:
     """Return all contradictions between the keys of ``recipe``; empty if it is valid."""
     checks = (
-        _task,
-        _model,
-        _adapter,
-        _data,
-        _rows,
-        _length,
-        _schedule,
-        _batch,
-        processes,
-        strategy,
-        _checkpoints,
-        _evaluation,
+        _check_task,
+        _check_model,
+        _check_adapter,
+        _check_data,
+        _check_rows,
+        _check_length,
+        _check_schedule,
+        _check_batch,
+        check_processes,
+        check_strategy,
+        _check_checkpoints,
+        _check_evaluation,
         recipe.spec.check,
     )
     return [problem for check in checks for problem in check(recipe)]
 
 
-def _both_set(one: str, other: str) -> Contradiction:
+def _refuse_both(one: str, other: str) -> Contradiction:
     return Contradiction((one, other), f"{one} and {other} are both set; keep one and set the other to null")
 
 
-def _task(recipe: RecipeSchema) -> Iterator[Contradiction]:
+def _check_task(recipe: RecipeSchema) -> Iterator[Contradiction]:
     """Yield sections and keys of other tasks, which would have no effect."""
     own_spec, specs = recipe.spec, {name: TASKS.get(name) for name in TASKS.names()}
     others = {name: spec for name, spec in specs.items() if spec != own_spec}
@@ -69,12 +69,12 @@ def _task(recipe: RecipeSchema) -> Iterator[Contradiction]:
         yield Contradiction(("data.train",), "no training data; set it to the rows to train on")
 
 
-def _model(recipe: RecipeSchema) -> Iterator[Contradiction]:
+def _check_model(recipe: RecipeSchema) -> Iterator[Contradiction]:
     model = recipe.model
     if model.name is None and model.config is None:
         yield Contradiction(("model.name",), "no model; set model.name, or model.config for a randomly initialized one")
     if model.name is not None and model.config is not None:
-        yield _both_set("model.name", "model.config")
+        yield _refuse_both("model.name", "model.config")
     if model.config is not None:
         if model.is_own:
             if "model_type" in model.config:
@@ -83,7 +83,7 @@ def _model(recipe: RecipeSchema) -> Iterator[Contradiction]:
         elif not isinstance(model.config.get("model_type"), str):
             why = "needs a model_type, the name of a transformers architecture such as llama"
             yield Contradiction(("model.config",), why)
-        for key, reason in absurd_sizes(model.config):
+        for key, reason in check_config_sizes(model.config):
             yield Contradiction((f"model.config.{key}",), reason)
         if model.tokenizer is None:
             yield Contradiction(
@@ -121,7 +121,7 @@ def _model(recipe: RecipeSchema) -> Iterator[Contradiction]:
         yield Contradiction(("model.adapter.type", "model.implementation"), why)
 
 
-def _adapter(recipe: RecipeSchema) -> Iterator[Contradiction]:
+def _check_adapter(recipe: RecipeSchema) -> Iterator[Contradiction]:
     adapter = recipe.model.adapter
     if adapter.type == "none":
         for key in adapter.changed():
@@ -198,7 +198,7 @@ def _adapter(recipe: RecipeSchema) -> Iterator[Contradiction]:
         )
 
 
-def _data(recipe: RecipeSchema) -> Iterator[Contradiction]:
+def _check_data(recipe: RecipeSchema) -> Iterator[Contradiction]:
     data = recipe.data
     if data.pack_length is not None and data.pack_length < data.max_length:
         yield Contradiction(
@@ -207,11 +207,11 @@ def _data(recipe: RecipeSchema) -> Iterator[Contradiction]:
             "fit; raise it or lower data.max_length",
         )
     if isinstance(data.train, list):
-        yield from _mixture(recipe)
+        yield from _check_mixture(recipe)
     elif data.mixing != "weights":
         yield Contradiction(("data.mixing", "data.train"), "is for several sources; list them in data.train")
-    yield from _stages(recipe)
-    yield from _streaming(recipe)
+    yield from _check_stages(recipe)
+    yield from _check_streaming(recipe)
     if isinstance(data.held_out, int) and data.limit is not None and data.held_out >= data.limit:
         yield Contradiction(
             ("data.validation", "data.limit"),
@@ -220,7 +220,7 @@ def _data(recipe: RecipeSchema) -> Iterator[Contradiction]:
         )
 
 
-def _streaming(recipe: RecipeSchema) -> Iterator[Contradiction]:
+def _check_streaming(recipe: RecipeSchema) -> Iterator[Contradiction]:
     data, train, key = recipe.data, recipe.train, "data.streaming"
     if data.streaming is None:
         return
@@ -251,7 +251,7 @@ def _streaming(recipe: RecipeSchema) -> Iterator[Contradiction]:
         yield Contradiction(("data.streaming.disk_gb", "data.streaming.buffer_size"), why)
 
 
-def _stages(recipe: RecipeSchema) -> Iterator[Contradiction]:
+def _check_stages(recipe: RecipeSchema) -> Iterator[Contradiction]:
     data, train = recipe.data, recipe.train
     if data.stages is None:
         for source, key in zip(data.sources, data.source_keys, strict=True):
@@ -302,20 +302,20 @@ def _stages(recipe: RecipeSchema) -> Iterator[Contradiction]:
             yield Contradiction(("data.mixing", "data.stages"), why)
 
 
-def _mixture(recipe: RecipeSchema) -> Iterator[Contradiction]:
+def _check_mixture(recipe: RecipeSchema) -> Iterator[Contradiction]:
     data = recipe.data
     if data.limit is not None:
-        yield _of_one_source("limit")
+        yield _refuse_for_mixture("limit")
     if data.mixing == "concatenate" and any(source.weight != 1 for source in data.sources):
         why = "every example is used once, so the sources have no weights; remove them, or set it to weights"
         yield Contradiction(("data.mixing", "data.train"), why)
     sets = data.validation.values() if isinstance(data.validation, dict) else [data.validation]
     for key, default in RowSettings._field_defaults.items():
         if getattr(data, key) != default and not any(isinstance(rows, str) for rows in sets):
-            yield _of_one_source(key)
+            yield _refuse_for_mixture(key)
 
 
-def _of_one_source(key: str) -> Contradiction:
+def _refuse_for_mixture(key: str) -> Contradiction:
     why = f"applies to a single source; set {key} for each source of data.train"
     return Contradiction((f"data.{key}", "data.train"), why)
 
@@ -324,12 +324,12 @@ def _of_one_source(key: str) -> Contradiction:
 _PREFERENCES = ("preference", "labelled")
 
 
-def _rows(recipe: RecipeSchema) -> Iterator[Contradiction]:
+def _check_rows(recipe: RecipeSchema) -> Iterator[Contradiction]:
     data, compared = recipe.data, recipe.spec.rows(recipe, "data.train") in ("pairs", "answers")
     formats = {"data.format": data.format}
     if isinstance(data.train, list):
         formats |= {f"{key}.format": one.format for key, one in zip(data.source_keys, data.sources, strict=True)}
-    for key, layout in ((key, layout) for key, written in formats.items() for layout in _listed(written)):
+    for key, layout in ((key, layout) for key, written in formats.items() for layout in _to_list(written)):
         if layout != "auto" and (layout in _PREFERENCES) != compared:
             layouts = " or ".join(_PREFERENCES) if compared else "a layout of single examples"
             yield Contradiction(
@@ -337,17 +337,17 @@ def _rows(recipe: RecipeSchema) -> Iterator[Contradiction]:
             )
 
 
-def _listed(formats: str | Sequence[str]) -> Sequence[str]:
+def _to_list(formats: str | Sequence[str]) -> Sequence[str]:
     return [formats] if isinstance(formats, str) else formats
 
 
-def _length(recipe: RecipeSchema) -> Iterator[Contradiction]:
+def _check_length(recipe: RecipeSchema) -> Iterator[Contradiction]:
     train = recipe.train
     if train.max_steps is not None and train.epochs is not None:
-        yield _both_set("train.max_steps", "train.epochs")
+        yield _refuse_both("train.max_steps", "train.epochs")
     lengths = [key for key in ("max_steps", "epochs", "max_tokens") if getattr(train, key) is not None]
     if "max_tokens" in lengths and len(lengths) > 1:
-        both = _both_set(f"train.{lengths[0]}", "train.max_tokens")
+        both = _refuse_both(f"train.{lengths[0]}", "train.max_tokens")
         yield both._replace(keys=both.keys[::-1])
     if (train.initial_batch_size is None) != (not train.batch_warmup_steps):
         missing = "batch_warmup_steps" if train.initial_batch_size is not None else "initial_batch_size"
@@ -357,7 +357,7 @@ def _length(recipe: RecipeSchema) -> Iterator[Contradiction]:
         why = f"is not less than train.global_batch_size {train.global_batch_size}, to which batches grow; lower it"
         yield Contradiction(("train.initial_batch_size", "train.global_batch_size"), why)
     if train.batch_unit == "tokens":
-        yield from _batch_of_tokens(recipe)
+        yield from _check_batch_of_tokens(recipe)
     if train.batch_unit == "packs" and recipe.data.pack_length is None:
         yield Contradiction(("train.batch_unit", "data.pack_length"), "there are no packs; set data.pack_length")
     if train.batch_unit != "examples" and train.initial_batch_size is not None:
@@ -369,13 +369,13 @@ def _length(recipe: RecipeSchema) -> Iterator[Contradiction]:
         why = f"task {recipe.task} has no embeddings of tokens; remove it"
         yield Contradiction(("train.neftune_noise_alpha", "task"), why)
     if train.float8 != "no":
-        yield from _float8(recipe)
+        yield from _check_float8(recipe)
     if train.profile is not None and train.max_steps is not None and train.profile.steps[1] > train.max_steps:
         why = f"ends at step {train.profile.steps[1]}, and train.max_steps is {train.max_steps}; lower it"
         yield Contradiction(("train.profile.steps", "train.max_steps"), why)
 
 
-def _float8(recipe: RecipeSchema) -> Iterator[Contradiction]:
+def _check_float8(recipe: RecipeSchema) -> Iterator[Contradiction]:
     if recipe.train.mixed_precision != "bf16":
         why = "rounds what is computed in bf16; set train.mixed_precision to bf16"
         yield Contradiction(("train.float8", "train.mixed_precision"), why)
@@ -387,7 +387,7 @@ def _float8(recipe: RecipeSchema) -> Iterator[Contradiction]:
         yield Contradiction(("train.float8", "model.implementation" if recipe.model.is_own else "task"), why)
 
 
-def _master_weights(recipe: RecipeSchema) -> Iterator[Contradiction]:
+def _check_master_weights(recipe: RecipeSchema) -> Iterator[Contradiction]:
     """Check that weights can be kept in bf16 alone, where they are."""
     optimizer, key = recipe.optimizer, "optimizer.master_weights"
     if optimizer.master_weights:
@@ -406,7 +406,7 @@ def _master_weights(recipe: RecipeSchema) -> Iterator[Contradiction]:
         yield Contradiction((key, "parallel.offload_parameters"), why)
 
 
-def _schedule(recipe: RecipeSchema) -> Iterator[Contradiction]:
+def _check_schedule(recipe: RecipeSchema) -> Iterator[Contradiction]:
     optimizer = recipe.optimizer
     read = OPTIMIZERS.get(optimizer.name).reads
     for key in ("momentum", "nesterov", "betas", "eps", "options"):
@@ -420,7 +420,7 @@ def _schedule(recipe: RecipeSchema) -> Iterator[Contradiction]:
     if optimizer.ema_decay is not None and OPTIMIZERS.get(optimizer.name).averages:
         why = f"{optimizer.name} averages the weights itself; remove it"
         yield Contradiction(("optimizer.ema_decay", "optimizer.name"), why)
-    yield from _master_weights(recipe)
+    yield from _check_master_weights(recipe)
     schedule = SCHEDULES.get(optimizer.schedule)
     decays = schedule.in_decay_steps
     if not decays and "decay_steps" in optimizer.changed():
@@ -460,7 +460,7 @@ def _schedule(recipe: RecipeSchema) -> Iterator[Contradiction]:
         )
 
 
-def _batch_of_tokens(recipe: RecipeSchema) -> Iterator[Contradiction]:
+def _check_batch_of_tokens(recipe: RecipeSchema) -> Iterator[Contradiction]:
     train, data = recipe.train, recipe.data
     if not recipe.has_texts:
         yield Contradiction(("train.batch_unit", "task"), f"{recipe.task} has no tokens of texts; set it to examples")
@@ -474,7 +474,7 @@ def _batch_of_tokens(recipe: RecipeSchema) -> Iterator[Contradiction]:
         yield Contradiction(("train.gradient_accumulation_steps", "train.batch_unit"), why)
 
 
-def _batch(recipe: RecipeSchema) -> Iterator[Contradiction]:
+def _check_batch(recipe: RecipeSchema) -> Iterator[Contradiction]:
     train = recipe.train
     processes = 1 if recipe.parallel.is_one_process else recipe.parallel.processes
     size, micro, steps = train.global_batch_size, train.micro_batch_size, train.gradient_accumulation_steps
@@ -487,7 +487,7 @@ def _batch(recipe: RecipeSchema) -> Iterator[Contradiction]:
         return
     if steps == "auto":
         return
-    possible = _possible_accumulation(size, micro, processes)
+    possible = _iterate_accumulations(size, micro, processes)
     if recipe.data.pack_length is not None and train.batch_unit == "examples":
         if micro != "auto":
             yield Contradiction(
@@ -512,7 +512,7 @@ def _batch(recipe: RecipeSchema) -> Iterator[Contradiction]:
         )
 
 
-def _possible_accumulation(size: int, micro: int | str, processes: int | str) -> Iterable[int]:
+def _iterate_accumulations(size: int, micro: int | str, processes: int | str) -> Iterable[int]:
     """Return the micro-batches of the busiest process, for each choice of the auto values. Remainders are allowed."""
 
     def steps(micro: int, processes: int) -> int:
@@ -527,13 +527,13 @@ def _possible_accumulation(size: int, micro: int | str, processes: int | str) ->
     return range(1, size + 1)
 
 
-def _checkpoints(recipe: RecipeSchema) -> Iterator[Contradiction]:
+def _check_checkpoints(recipe: RecipeSchema) -> Iterator[Contradiction]:
     if recipe.faults.mean_time_between is not None and recipe.checkpoint.every != "auto":
         keys = "faults.mean_time_between", "checkpoint.every"
         yield Contradiction(keys, "only applies to checkpoint.every: auto; remove it, or set checkpoint.every to auto")
 
 
-def _evaluation(recipe: RecipeSchema) -> Iterator[Contradiction]:
+def _check_evaluation(recipe: RecipeSchema) -> Iterator[Contradiction]:
     evaluate = recipe.evaluate
     turned_off = evaluate.model_fields_set & {
         "prompts",
@@ -544,7 +544,7 @@ def _evaluation(recipe: RecipeSchema) -> Iterator[Contradiction]:
             ("evaluate.max_new_tokens", "evaluate.prompts"),
             "has no effect without evaluate.prompts or evaluate.metrics; remove it, or set one of them",
         )
-    yield from _metrics(recipe)
+    yield from _check_metrics(recipe)
     if evaluate.main_set is not None and evaluate.main_set not in recipe.data.validation_sets:
         sets = ", ".join(filter(None, recipe.data.validation_sets))
         why = f"is none of the sets of data.validation: {sets}" if sets else "data.validation has no named sets"
@@ -568,7 +568,7 @@ def _evaluation(recipe: RecipeSchema) -> Iterator[Contradiction]:
         )
 
 
-def _metrics(recipe: RecipeSchema) -> Iterator[Contradiction]:
+def _check_metrics(recipe: RecipeSchema) -> Iterator[Contradiction]:
     evaluate = recipe.evaluate
     for name, key in (("answer", "answer_pattern"), ("json_schema", "json_schema")):
         is_set = getattr(evaluate, key) is not None
@@ -587,11 +587,11 @@ def _metrics(recipe: RecipeSchema) -> Iterator[Contradiction]:
         yield Contradiction(
             ("evaluate.metrics", "data.validation"), "no validation rows to answer; set data.validation"
         )
-    if evaluate.metrics and {*_listed(recipe.data.format)} <= {"text", "segments", "tokens"}:
+    if evaluate.metrics and {*_to_list(recipe.data.format)} <= {"text", "segments", "tokens"}:
         yield Contradiction(("evaluate.metrics", "data.format"), "texts contain no prompts to answer; remove it")
 
 
-def processes(recipe: RecipeSchema) -> Iterator[Contradiction]:
+def check_processes(recipe: RecipeSchema) -> Iterator[Contradiction]:
     """Check that the strategy runs on the number of processes."""
     parallel, spec = recipe.parallel, recipe.parallel.spec
     count = parallel.processes
@@ -616,39 +616,39 @@ def processes(recipe: RecipeSchema) -> Iterator[Contradiction]:
 _OF_ALL = ("strategy", "num_processes", "device", "timeout")
 
 
-def implied_strategy(parallel: ParallelSection) -> tuple[str, str] | None:
+def find_implied_strategy(parallel: ParallelSection) -> tuple[str, str] | None:
     """Return the only strategy that reads all keys that are set, and one of these keys, if the strategy is auto."""
-    if parallel.strategy != "auto" or not (meant := _meant_for_a_strategy(parallel)):
+    if parallel.strategy != "auto" or not (meant := _list_strategy_keys(parallel)):
         return None
-    readers = {key: _readers(key) for key in meant}
+    readers = {key: _list_readers(key) for key in meant}
     common = [name for name in readers[meant[0]] if all(name in names for names in readers.values())]
     if len(common) > 1:  # extensions that happen to be installed must not change a recipe
         common = [name for name in common if STRATEGIES.package(name) is None]
     return (common[0], f"parallel.{min(meant, key=lambda key: len(readers[key]))}") if len(common) == 1 else None
 
 
-def _meant_for_a_strategy(parallel: ParallelSection) -> list[str]:
+def _list_strategy_keys(parallel: ParallelSection) -> list[str]:
     """Return the keys that not every strategy reads and whose value is not the default."""
     return [key for key in parallel.changed() if key not in _OF_ALL]
 
 
-def _readers(key: str) -> list[str]:
-    return [name for name, spec in all_specs().items() if key in spec.keys]
+def _list_readers(key: str) -> list[str]:
+    return [name for name, spec in load_strategies().items() if key in spec.keys]
 
 
-def strategy(recipe: RecipeSchema) -> Iterator[Contradiction]:
+def check_strategy(recipe: RecipeSchema) -> Iterator[Contradiction]:
     """Check that the strategy reads the keys of ``parallel`` that are set, and permits the rest of the recipe."""
     parallel, spec = recipe.parallel, recipe.parallel.spec
-    for key in _meant_for_a_strategy(parallel):
-        if spec is None and implied_strategy(parallel) is None:
+    for key in _list_strategy_keys(parallel):
+        if spec is None and find_implied_strategy(parallel) is None:
             yield Contradiction(
                 (f"parallel.{key}", "parallel.strategy"),
-                f"has an effect only with {', '.join(_readers(key))}; set parallel.strategy to one of them",
+                f"has an effect only with {', '.join(_list_readers(key))}; set parallel.strategy to one of them",
             )
         elif spec is not None and key not in spec.keys:
             yield Contradiction(
                 (f"parallel.{key}", "parallel.strategy"),
-                f"has no effect with parallel.strategy {parallel.strategy}, only with {', '.join(_readers(key))}",
+                f"has no effect with parallel.strategy {parallel.strategy}, only with {', '.join(_list_readers(key))}",
             )
     if spec is None:
         return
@@ -657,10 +657,10 @@ def strategy(recipe: RecipeSchema) -> Iterator[Contradiction]:
         if not limit.takes(value):
             yield Contradiction((limit.key, "parallel.strategy"), limit.why.format(value=value))
     if "replicate_size" in spec.keys:
-        yield from _replicas(parallel)
+        yield from _check_replicas(parallel)
 
 
-def _replicas(parallel: ParallelSection) -> Iterator[Contradiction]:
+def _check_replicas(parallel: ParallelSection) -> Iterator[Contradiction]:
     processes = parallel.processes
     if processes == "auto":
         return
@@ -681,27 +681,27 @@ R = TypeVar("R", bound="RecipeSchema")
 _KEY = "parallel.num_processes"
 
 
-def with_processes(recipe: R, processes: int | ProcessRange) -> R:
+def set_processes(recipe: R, processes: int | ProcessRange) -> R:
     """Return the recipe with this number of processes, without validating it."""
     parallel = recipe.parallel.model_copy(update={"num_processes": processes})
     return recipe.model_copy(update={"parallel": parallel})
 
 
-def contradictions_in_range(recipe: RecipeSchema) -> list[Contradiction]:
+def list_contradictions_in_range(recipe: RecipeSchema) -> list[Contradiction]:
     """Return all contradictions between the keys of ``recipe``, which is valid if it is with any of its numbers."""
-    conflicts, processes = contradictions(recipe), recipe.parallel.num_processes
+    conflicts, processes = list_contradictions(recipe), recipe.parallel.num_processes
     if not isinstance(processes, ProcessRange):
         return conflicts
     if any(_KEY in item.keys for item in conflicts):  # of the largest number
         fewer = range(processes.max - 1, processes.min - 1, -1)
-        conflicts = [] if any(not contradictions(with_processes(recipe, number)) for number in fewer) else conflicts
+        conflicts = [] if any(not list_contradictions(set_processes(recipe, number)) for number in fewer) else conflicts
     if recipe.train.replan == "auto":
         why = f"auto chooses the number of processes, which {_KEY} leaves to the devices; set it to offer"
         conflicts.append(Contradiction(("train.replan", _KEY), why))
     return conflicts
 
 
-def usable_processes(recipe: RecipeSchema, process_range: ProcessRange) -> tuple[int, ...]:
+def list_usable_processes(recipe: RecipeSchema, process_range: ProcessRange) -> tuple[int, ...]:
     """Return the numbers of processes in a range that the rest of the recipe allows, in order.
 
     A process without examples is of use only to strategies that shard something.
@@ -711,7 +711,7 @@ def usable_processes(recipe: RecipeSchema, process_range: ProcessRange) -> tuple
     """
     spec, rows = recipe.parallel.spec, recipe.batch_rows
     highest = process_range.max if spec is None or spec.shards else max(process_range.min, min(process_range.max, rows))
-    refused = {n: contradictions(with_processes(recipe, n)) for n in range(process_range.min, highest + 1)}
+    refused = {n: list_contradictions(set_processes(recipe, n)) for n in range(process_range.min, highest + 1)}
     usable = tuple(number for number, problems in refused.items() if not problems)
     if len(usable) < min(2, len(refused)):
         number, problems = next((number, problems) for number, problems in refused.items() if problems)

@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from trainwright.errors import RequestError
-from trainwright.utils.paths import is_working_directory, user_path
+from trainwright.utils.paths import expand_user_path, is_working_directory
 
 T = TypeVar("T")
 
@@ -61,31 +61,31 @@ def extension(kind: str) -> Callable[[T], T]:
 def search_beside(recipe: Path) -> None:
     """Have what recipes name as ``module:Name`` found in the folder of ``recipe`` too."""
     folder = os.path.abspath(recipe.parent)
-    if folder not in (os.getcwd(), *_folders()):
+    if folder not in (os.getcwd(), *_list_folders()):
         _folders_of_recipes.append(folder)
 
 
-def inherited_environment() -> dict[str, str]:
+def build_child_environment() -> dict[str, str]:
     """Return the environment of a process to start that finds what recipes name as this one does."""
-    return {**os.environ, _FOLDERS: os.pathsep.join(_folders())}
+    return {**os.environ, _FOLDERS: os.pathsep.join(_list_folders())}
 
 
-def modules_of_user(names: Iterable[str]) -> list[Path]:
+def find_user_modules(names: Iterable[str]) -> list[Path]:
     """Return the files, or folders of packages, of those ``module:Name`` that are in the working directory or beside a
     recipe, and not installed.
     """
     paths = set[Path]()
     for module in {_split(name)[0] for name in names if ":" in name}:
-        file = _file_of(module if module.endswith(".py") else module.partition(".")[0])
+        file = _find_file(module if module.endswith(".py") else module.partition(".")[0])
         if file is not None and file.suffix == ".py":
             path = file.parent if file.name == "__init__.py" else file
-            if str(path.parent.absolute()) in (os.getcwd(), *_folders()):
+            if str(path.parent.absolute()) in (os.getcwd(), *_list_folders()):
                 paths.add(path)
     return sorted(paths)
 
 
 @contextmanager
-def trusting(trusted: bool) -> Iterator[None]:
+def set_trust(trusted: bool) -> Iterator[None]:
     """Allow, or refuse, to import what recipes name as ``module:Name``, in this process and those that it starts."""
     before = os.environ.get(_TRUST)
     os.environ[_TRUST] = str(int(trusted))
@@ -128,7 +128,7 @@ class Registry(Generic[T]):
         Raises:
             RequestError: a name is registered twice.
         """
-        return (*self._builtin, *sorted(self._registered()))
+        return (*self._builtin, *sorted(self._list_registered()))
 
     def order(self, name: str) -> int:
         """Return the index of ``name`` in ``names()``; a place ``module:Name`` comes last."""
@@ -143,13 +143,13 @@ class Registry(Generic[T]):
                 attribute or the mark; or it is at a place, and this command imports nothing that a recipe names.
         """
         if name not in self._loaded:
-            entry = self._entry(name)
+            entry = self._find_entry(name)
             if name in self._builtin:
                 if not self.is_present(name):
                     raise RequestError(
                         f"{entry.described} needs {_split(entry.entry_point)[0]}, which is not installed"
                     )
-                extension = _at(entry.entry_point)
+                extension = _load_object(entry.entry_point)
             elif entry.package:
                 extension = load(entry.entry_point, entry.described)
             else:
@@ -181,7 +181,7 @@ class Registry(Generic[T]):
 
         Raises RequestError like ``get``.
         """
-        if ":" in name and not _trusts():
+        if ":" in name and not _is_trusted():
             self.look_for(name)
         elif name not in self._builtin:
             self.get(name)
@@ -198,33 +198,33 @@ class Registry(Generic[T]):
 
     def package(self, name: str) -> str | None:
         """Return the name of the installed package that registered ``name``; None if none did."""
-        return self._entry(name).package
+        return self._find_entry(name).package
 
     def describe(self, name: str) -> str:
         """Return ``name`` for messages, with the package and the entry point that registered it."""
-        return self._entry(name).described
+        return self._find_entry(name).described
 
-    def _entry(self, name: str) -> _Entry:
+    def _find_entry(self, name: str) -> _Entry:
         if name in self._builtin:
-            self._registered()  # raises if the name is registered twice
+            self._list_registered()  # raises if the name is registered twice
             return _Entry(self._builtin[name], f"{self.kind} {name}", None)
         if ":" in name:
             return _Entry(name, f"{self.kind} {name}", None)
-        registered = self._registered()
+        registered = self._list_registered()
         if name not in registered:
-            raise RequestError(f"unknown {self.kind} {name!r}; {self._suggestion(name)}")
+            raise RequestError(f"unknown {self.kind} {name!r}; {self._suggest_name(name)}")
         return registered[name]
 
-    def _suggestion(self, name: str) -> str:
+    def _suggest_name(self, name: str) -> str:
         near = get_close_matches(name, self.names(), 1)
         if near:
             return f"did you mean {near[0]}?"
         names = f"choose from {', '.join(self.names())}, or" if self.names() else "none is installed;"
         return f"{names} use {OWN}"
 
-    def _registered(self) -> dict[str, _Entry]:
+    def _list_registered(self) -> dict[str, _Entry]:
         entries: dict[str, _Entry] = {}
-        for point in (point for point in _all_entry_points() if point.group == self.group):
+        for point in (point for point in _list_entry_points() if point.group == self.group):
             package = point.dist.name if point.dist is not None else "of unknown name"
             described = f"package {package}: {self.kind} {point.name} (entry point {point.value} of {self.group})"
             owner = "trainwright itself" if point.name in self._builtin else None
@@ -249,13 +249,13 @@ class Registry(Generic[T]):
 
 def check_named(entry_point: str, described: str) -> None:
     """Import what a recipe names, or look for it in its file where a command may not. Raises like ``load_named``."""
-    if _trusts():
+    if _is_trusted():
         load_named(entry_point, described)
     else:
         _look_for(entry_point, described)
 
 
-def _trusts() -> bool:
+def _is_trusted() -> bool:
     return os.environ.get(_TRUST) != "0"
 
 
@@ -267,14 +267,14 @@ def load_named(entry_point: str, described: str) -> Any:
         RequestError: also if it is of the standard library, or this command imports nothing that a recipe names.
     """
     _refuse_library(entry_point, described)
-    if not _trusts():
+    if not _is_trusted():
         raise RequestError(
             f"{described} is code that would run on this machine, and this command imports none that a recipe names; "
             "read it, then pass --trust-code"
         )
     # Last, so that nothing in them replaces what is installed; and only here, as optional modules of libraries that are
     # not installed would be found in them, too.
-    sys.path += [folder for folder in dict.fromkeys((os.getcwd(), *_folders())) if folder not in sys.path]
+    sys.path += [folder for folder in dict.fromkeys((os.getcwd(), *_list_folders())) if folder not in sys.path]
     return load(entry_point, described)
 
 
@@ -288,7 +288,7 @@ def load(entry_point: str, described: str) -> Any:
     if not all(_split(entry_point)):
         raise RequestError(f"{described}: expected package.module:Name")
     try:
-        return _at(entry_point)
+        return _load_object(entry_point)
     except (Exception, SystemExit) as error:  # importing a module can raise anything
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
         raise RequestError(f"{described} cannot be imported: {kind}{error}") from error
@@ -303,7 +303,7 @@ def _look_for(entry_point: str, described: str) -> None:
     """Raise RequestError if there is certainly nothing at ``entry_point``. Imports and executes nothing."""
     _refuse_library(entry_point, described)
     module, attribute = _split(entry_point)
-    file, name = _file_of(module), attribute.partition(".")[0]
+    file, name = _find_file(module), attribute.partition(".")[0]
     if file is None:
         missing = "there is no file" if is_file(entry_point) else "No module named"
         raise RequestError(f"{described} cannot be imported: {missing} '{module}'")
@@ -318,18 +318,18 @@ def _look_for(entry_point: str, described: str) -> None:
         raise RequestError(f"{described} cannot be imported: {file} has no {name}")
 
 
-def _file_of(module: str) -> Path | None:
+def _find_file(module: str) -> Path | None:
     """Return the file of a module, or the folder of a package without one, from the first part of its name alone: to
     look for a part of a package by ``find_spec`` imports the package. A path of a file is looked for in the working
     directory and beside recipes.
     """
     if module.endswith(".py"):
-        paths = [Path(os.path.abspath(folder), user_path(module)) for folder in (os.getcwd(), *_folders())]
+        paths = [Path(os.path.abspath(folder), expand_user_path(module)) for folder in (os.getcwd(), *_list_folders())]
         return next((path for path in paths if path.is_file()), None)
     first, *parts = module.split(".")
     try:
         # Not in sys.path: nothing else may be imported from folders that are only looked at.
-        spec = find_spec(first) or PathFinder.find_spec(first, [os.getcwd(), *_folders()])
+        spec = find_spec(first) or PathFinder.find_spec(first, [os.getcwd(), *_list_folders()])
     except (ImportError, ValueError):
         return None
     if spec is None:
@@ -349,7 +349,7 @@ def _file_of(module: str) -> Path | None:
 def _is_place(name: str) -> bool:
     module, attribute = _split(name)
     parts = (*([] if is_file(name) else module.split(".")), *attribute.split("."))
-    return all(part.isidentifier() for part in parts) and _file_of(module) is not None
+    return all(part.isidentifier() for part in parts) and _find_file(module) is not None
 
 
 def _is_there(reference: str) -> bool:
@@ -365,13 +365,13 @@ def _split(entry_point: str) -> tuple[str, str]:
     return module, name
 
 
-def _folders() -> list[str]:
+def _list_folders() -> list[str]:
     return [*filter(None, os.environ.get(_FOLDERS, "").split(os.pathsep)), *_folders_of_recipes]
 
 
-def _at(entry_point: str) -> Any:
+def _load_object(entry_point: str) -> Any:
     module, attribute = _split(entry_point)
-    return attrgetter(attribute)(_imported(module) if is_file(entry_point) else import_module(module))
+    return attrgetter(attribute)(_import_file(module) if is_file(entry_point) else import_module(module))
 
 
 def is_file(entry_point: str) -> bool:
@@ -379,9 +379,9 @@ def is_file(entry_point: str) -> bool:
     return _split(entry_point)[0].endswith(".py")
 
 
-def _imported(path: str) -> ModuleType:
+def _import_file(path: str) -> ModuleType:
     """Import a file; modules beside it are found, after all others."""
-    file = _file_of(path)
+    file = _find_file(path)
     if file is None:
         raise ImportError(f"there is no file {path}")
     name = f"{file.stem}@{file}"  # no module that is installed
@@ -400,7 +400,7 @@ def _imported(path: str) -> ModuleType:
 
 
 @cache
-def _all_entry_points() -> tuple[EntryPoint, ...]:
+def _list_entry_points() -> tuple[EntryPoint, ...]:
     """Return the entry points of Trainwright's groups.
 
     ``importlib.metadata.entry_points`` takes ten times as long, because it parses those of all packages.

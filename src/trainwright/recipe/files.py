@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import RequestError
-from trainwright.utils.installation import shipped_recipes
+from trainwright.utils.installation import list_shipped_recipes
 
 DEEPEST = 64  # levels of mappings and lists; files written by people stay far below
 # In bytes. YAML takes seconds per MiB to read; people write a few thousand bytes.
@@ -22,12 +22,12 @@ _SPECIAL = ((stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"), (stat.S_ISSO
 def read_text(path: Path, max_bytes: int = _LARGEST_YAML) -> str:
     """Return a settings file as text. Raises RequestError if it is unreadable, no text or above ``max_bytes``."""
     try:
-        if (what := special(path)) is not None:
+        if (what := describe_special_file(path)) is not None:
             raise RequestError(f"{path}: is {what}, not a file")
         with path.open("rb") as file:  # it may be an endless pipe
             data = file.read(max_bytes + 1)
     except FileNotFoundError:
-        raise RequestError(missing_file(path)) from None
+        raise RequestError(describe_missing_file(path)) from None
     except IsADirectoryError:
         has_recipe = (path / "recipe.yaml").is_file()
         fix = f"pass the recipe in it, {path / 'recipe.yaml'}" if has_recipe else "pass a file"
@@ -43,7 +43,7 @@ def read_text(path: Path, max_bytes: int = _LARGEST_YAML) -> str:
         raise RequestError(f"{path}:{line}: is not UTF-8 text") from None
 
 
-def special(path: Path) -> str | None:
+def describe_special_file(path: Path) -> str | None:
     """Return the kind of a special file, such as ``a named pipe``, which might block without end.
 
     Return None for a file, a directory, and a pipe from another command: ``<(command)`` of a shell, or /dev/stdin.
@@ -57,15 +57,15 @@ def special(path: Path) -> str | None:
     return next((name for is_one, name in _SPECIAL if is_one(mode)), None)
 
 
-def missing_file(path: Path) -> str:
+def describe_missing_file(path: Path) -> str:
     """Return a message that there is no file at ``path``: what exists instead, or the most similar name."""
     if path.exists():
-        return f"{path}: is {special(path) or 'a directory'}, not a file"
+        return f"{path}: is {describe_special_file(path) or 'a directory'}, not a file"
     directory = path.parent
     names = [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
     close = difflib.get_close_matches(path.name, names, n=1)
     hint = f"; did you mean {directory / close[0]}?" if close else ""
-    if path.parts[:1] == ("recipes",) and (name := "/".join(path.with_suffix("").parts[1:])) in shipped_recipes():
+    if path.parts[:1] == ("recipes",) and (name := "/".join(path.with_suffix("").parts[1:])) in list_shipped_recipes():
         hint = f"; trainwright recipe new {name} writes it"
     return f"{path}: no such file{hint}"
 
@@ -86,11 +86,11 @@ def parse_json(text: str, source: str, pairs: Callable[[list[tuple[str, Any]]], 
     except json.JSONDecodeError as error:
         raise RequestError(f"{source}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from None
     except RecursionError:
-        raise _too_deep(source) from None
+        raise _refuse_depth(source) from None
     except ValueError as error:  # of `pairs`, and of numbers with thousands of digits
         raise RequestError(f"{source}: {error}") from None
     if is_deeper(value, DEEPEST):
-        raise _too_deep(source)
+        raise _refuse_depth(source)
     return value
 
 
@@ -98,17 +98,17 @@ def is_deeper(value: Any, max_depth: int) -> bool:
     """Return whether dicts and lists are nested more than ``max_depth`` deep in a value."""
     level = [value]
     for _ in range(max_depth):
-        level = [item for one in level for item in _items(one)]
+        level = [item for one in level for item in _list_items(one)]
         if not level:
             return False
     return True
 
 
-def _items(value: Any) -> list[Any]:
+def _list_items(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [item for item in value.values() if isinstance(item, dict | list)]
     return [item for item in value if isinstance(item, dict | list)] if isinstance(value, list) else []
 
 
-def _too_deep(source: str) -> RequestError:
+def _refuse_depth(source: str) -> RequestError:
     return RequestError(f"{source}: nested more than {DEEPEST} deep")

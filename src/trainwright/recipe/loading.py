@@ -19,14 +19,20 @@ from pydantic import ValidationError
 
 from trainwright.errors import RequestError
 from trainwright.recipe.extensions import is_file, search_beside
-from trainwright.recipe.files import missing_file, read_text
-from trainwright.recipe.observer_spec import OBSERVERS_KEY, names_as_settings
-from trainwright.recipe.problems import contradictions_in, explain, explain_contradictions, invalid_keys, placeholders
+from trainwright.recipe.files import describe_missing_file, read_text
+from trainwright.recipe.observer_spec import OBSERVERS_KEY, convert_names
+from trainwright.recipe.problems import (
+    check_placeholders,
+    explain,
+    explain_contradictions,
+    extract_contradictions,
+    list_invalid_keys,
+)
 from trainwright.recipe.registries import TASKS
-from trainwright.recipe.schema import RecipeSchema, recipe_model
+from trainwright.recipe.schema import RecipeSchema, build_recipe_model
 from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, parse_mapping, parse_value, to_yaml
-from trainwright.utils.paths import user_path
-from trainwright.utils.text import quoted, say
+from trainwright.utils.paths import expand_user_path
+from trainwright.utils.text import quote_word, say
 
 _MAX_LINES = 100  # of a message
 # The largest number of includes in total, counting repeats, and their depth: nested includes multiply.
@@ -82,26 +88,26 @@ def load_recipe(path: Path | Tree, overrides: Sequence[str] = ()) -> RecipeSchem
     return load_with_origins(path, overrides).recipe
 
 
-def recipe_of(overrides: Sequence[str], name: str) -> RecipeSchema:
+def build_recipe(overrides: Sequence[str], name: str) -> RecipeSchema:
     """Return the recipe of the overrides ``section.key=value`` alone; ``name`` replaces its file in messages."""
-    return checked(read_merged(None, overrides), Origin(name)).recipe
+    return check_tree(read_merged(None, overrides), Origin(name)).recipe
 
 
 def load_with_origins(path: Path | Tree, overrides: Sequence[str] = ()) -> LoadedRecipe:
     """Load a recipe like load_recipe, with the origin of each value."""
-    return loaded(read_merged(path, overrides))
+    return load_tree(read_merged(path, overrides))
 
 
-def loaded(tree: Tree) -> LoadedRecipe:
+def load_tree(tree: Tree) -> LoadedRecipe:
     """Return the recipe of a tree that was read. Raises RequestError like load_recipe."""
     if "objectives" in tree.values and "task" not in tree.values:
         raise RequestError(
-            f"{tree}: is an unlearning study, not a recipe; run trainwright unlearn-study {quoted(tree)}"
+            f"{tree}: is an unlearning study, not a recipe; run trainwright unlearn-study {quote_word(tree)}"
         )
-    return checked(tree, Origin(str(tree)))
+    return check_tree(tree, Origin(str(tree)))
 
 
-def checked(tree: Tree, file: Origin) -> LoadedRecipe:
+def check_tree(tree: Tree, file: Origin) -> LoadedRecipe:
     """Validate ``tree``, after reading and merging; ``file`` is the origin of values that are written nowhere in it.
 
     Raises RequestError like load_recipe.
@@ -111,12 +117,12 @@ def checked(tree: Tree, file: Origin) -> LoadedRecipe:
             del tree.values[section]
         elif tree.values[section] is None and section != "task":
             tree.values[section] = {}  # all keys of the section are commented out
-    problems = [*tree.problems, *placeholders(tree, file)]
-    recipe_model()  # an error in an installed package is not the fault of the recipe
+    problems = [*tree.problems, *check_placeholders(tree, file)]
+    build_recipe_model()  # an error in an installed package is not the fault of the recipe
     try:
         recipe = RecipeSchema.model_validate(tree.values)
     except ValidationError as error:
-        problems += explain(error, tree, file) + _behind_invalid_keys(error, tree, file)
+        problems += explain(error, tree, file) + _list_hidden_contradictions(error, tree, file)
     if problems:
         problems.sort(key=lambda problem: (problem.origin.source, problem.origin.line or 0))
         lines = list(dict.fromkeys(map(str, problems)))
@@ -132,12 +138,12 @@ def dump_recipe(recipe: RecipeSchema, origins: Mapping[KeyPath, Origin] | None =
     """
     if origins is None:
         return to_yaml(recipe.model_dump())
-    return "".join(_annotated(key, value, origins) for key, value in recipe.model_dump().items())
+    return "".join(_annotate_section(key, value, origins) for key, value in recipe.model_dump().items())
 
 
-def _behind_invalid_keys(error: ValidationError, tree: Tree, file: Origin) -> list[Problem]:
+def _list_hidden_contradictions(error: ValidationError, tree: Tree, file: Origin) -> list[Problem]:
     """Return contradictions that an invalid key hides: they are checked only in sections that are valid."""
-    invalid = invalid_keys(error, tree)
+    invalid = list_invalid_keys(error, tree)
     for path in invalid:
         parent = tree.values
         for part in path[:-1]:
@@ -148,20 +154,20 @@ def _behind_invalid_keys(error: ValidationError, tree: Tree, file: Origin) -> li
     except ValidationError as hidden:
         doubtful = tuple(invalid.values())
         hidden_contradictions = [
-            item for item in contradictions_in(hidden) if not any(key.startswith(doubtful) for key in item.keys)
+            item for item in extract_contradictions(hidden) if not any(key.startswith(doubtful) for key in item.keys)
         ]
         return explain_contradictions(hidden_contradictions, tree, file) if invalid else []
     return []
 
 
-def _annotated(section: str, value: object, origins: Mapping[KeyPath, Origin]) -> str:
+def _annotate_section(section: str, value: object, origins: Mapping[KeyPath, Origin]) -> str:
     if not isinstance(value, dict):
-        return _commented(to_yaml({section: value}), (section,), origins)
-    lines = [_commented(indent(to_yaml({key: item}), "  "), (section, key), origins) for key, item in value.items()]
+        return _comment_value(to_yaml({section: value}), (section,), origins)
+    lines = [_comment_value(indent(to_yaml({key: item}), "  "), (section, key), origins) for key, item in value.items()]
     return f"{section}:\n" + "".join(lines)
 
 
-def _commented(text: str, path: KeyPath, origins: Mapping[KeyPath, Origin]) -> str:
+def _comment_value(text: str, path: KeyPath, origins: Mapping[KeyPath, Origin]) -> str:
     first, newline, rest = text.partition("\n")
     inside = dict.fromkeys(str(origin) for written, origin in origins.items() if written[: len(path)] == path)
     where = str(origins[path]) if path in origins else ", ".join(inside)
@@ -188,7 +194,7 @@ def read_merged(source: Path | Tree | None, overrides: Sequence[str]) -> Tree:
     return tree
 
 
-def merged_with(tree: Tree, values: Mapping[str, object]) -> Tree:
+def merge_values(tree: Tree, values: Mapping[str, object]) -> Tree:
     """Return ``tree`` merged with ``values`` by section and key, as given as arguments of a call."""
     base, over = read_merged(tree, ()), Tree(dict(values))
     for section, keys in values.items():
@@ -205,14 +211,14 @@ def _read_file(path: Path, including: tuple[Path, ...], read: list[Path]) -> Tre
     read.append(path)
     _find_beside(mapping, path.parent)
     merged = Tree()
-    for name, origin in _includes(mapping):
-        target = Path(os.path.normpath(path.parent / user_path(name)))
+    for name, origin in _take_includes(mapping):
+        target = Path(os.path.normpath(path.parent / expand_user_path(name)))
         chain = (*including, path)
         if any(target.resolve() == earlier.resolve() for earlier in chain):
             circle = " -> ".join(map(str, (*chain, target)))
             mapping.problems.append(Problem(origin, f"include: circular include: {circle}"))
         elif not target.is_file():
-            mapping.problems.append(Problem(origin, f"include: {missing_file(target)}"))
+            mapping.problems.append(Problem(origin, f"include: {describe_missing_file(target)}"))
         elif len(chain) > _DEEPEST_INCLUDE or len(read) > _MOST_INCLUDED:
             raise RequestError(
                 f"{origin}: include: more than {_MOST_INCLUDED} files, or nested more than {_DEEPEST_INCLUDE} deep; "
@@ -239,12 +245,12 @@ def _find_beside(tree: Tree, folder: Path) -> None:
     model = tree.values.get("model")
     implementation = model.get("implementation") if isinstance(model, dict) else None
     if isinstance(model, dict) and isinstance(implementation, str) and is_file(implementation):
-        beside = folder / user_path(implementation)
+        beside = folder / expand_user_path(implementation)
         if Path(str(beside).rpartition(":")[0]).is_file():
             model["implementation"] = str(beside.absolute())
 
 
-def _includes(tree: Tree) -> Iterator[tuple[str, Origin]]:
+def _take_includes(tree: Tree) -> Iterator[tuple[str, Origin]]:
     """Remove ``include`` from the tree; yield the file names in it and their places."""
     value = tree.values.pop("include", None)
     origins = {path: origin for path, origin in tree.origins.items() if path[0] == "include"}
@@ -305,35 +311,35 @@ def _merge_values(tree: Tree, base: dict[str, object], over: dict[str, object], 
             if isinstance(earlier, str) and full_path in _IN_ONE_WORD:
                 base[key] = earlier = {_IN_ONE_WORD[full_path]: earlier}
             if full_path == OBSERVERS_KEY:
-                base[key] = earlier = names_as_settings(earlier)
+                base[key] = earlier = convert_names(earlier)
             if isinstance(earlier, dict):
                 _merge_values(tree, earlier, value, full_path, depth)
                 continue
         if full_path == OBSERVERS_KEY:
-            value = names_as_settings(value, earlier)
+            value = convert_names(value, earlier)
         if key in base:
             for other in [other for other in tree.origins if other[: len(full_path)] == full_path]:
                 del tree.origins[other]
         base[key] = value
 
 
-def _same(value: Any) -> Any:
+def _keep_value(value: Any) -> Any:
     return value
 
 
-def _address(value: Any) -> Any:
+def _convert_address(value: Any) -> Any:
     return False if value is None else {"address": value}
 
 
 # By old key: the new one, and what the value becomes.
 _RENAMED: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "logging.tensorboard": ("logging.observers.tensorboard", _same),
-    "logging.report": ("logging.observers.report", _same),
-    "logging.prometheus": ("logging.observers.prometheus", _address),
-    "unlearn.trainable": ("model.trainable", _same),
-    "model.adapter.quantisation": ("model.adapter.quantization", _same),
-    "model.adapter.double_quantisation": ("model.adapter.double_quantization", _same),
-    "model.adapter.rank_stabilised": ("model.adapter.rank_stabilized", _same),
+    "logging.tensorboard": ("logging.observers.tensorboard", _keep_value),
+    "logging.report": ("logging.observers.report", _keep_value),
+    "logging.prometheus": ("logging.observers.prometheus", _convert_address),
+    "unlearn.trainable": ("model.trainable", _keep_value),
+    "model.adapter.quantisation": ("model.adapter.quantization", _keep_value),
+    "model.adapter.double_quantisation": ("model.adapter.double_quantization", _keep_value),
+    "model.adapter.rank_stabilised": ("model.adapter.rank_stabilized", _keep_value),
 }
 
 
@@ -352,7 +358,7 @@ def rename_keys(tree: Tree, *, silently: bool = False) -> None:
             continue
         target: Any = tree.values
         for key in new[:-1]:
-            target[key] = target = names_as_settings(target.get(key) or {})
+            target[key] = target = convert_names(target.get(key) or {})
         if not isinstance(target, dict):
             continue  # of a type that the key cannot have
         target[new[-1]] = changed(parent.pop(old[-1]))
@@ -360,9 +366,9 @@ def rename_keys(tree: Tree, *, silently: bool = False) -> None:
             tree.origins[(*new, *path[len(old) :])] = tree.origins.pop(path)
         if not silently:
             origin = tree.origins.get(new)
-            _notice(f"note: {'' if origin is None else f'{origin}: '}{old_key} is now {new_key}")
+            _print_notice(f"note: {'' if origin is None else f'{origin}: '}{old_key} is now {new_key}")
 
 
 @cache  # once for each file and key
-def _notice(line: str) -> None:
+def _print_notice(line: str) -> None:
     say(f"{line}; the old key will not be read by the next version", file=sys.stderr)

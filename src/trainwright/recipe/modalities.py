@@ -9,7 +9,7 @@ _OTHER_PARTS = ("vision_config", "audio_config")
 _OF_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype", "torch_dtype")
 
 
-def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def select_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the configuration of the language model in that of a model of several modalities; others as they are."""
     text = config.get("text_config")
     if not isinstance(text, Mapping) or not any(name in config for name in _OTHER_PARTS):

@@ -65,13 +65,13 @@ class ObserverSpec:
             return False
 
 
-def _specs() -> dict[str, ObserverSpec]:
+def _load_specs() -> dict[str, ObserverSpec]:
     """Return the built-in observers that are present, by name."""
     names = [name for name in OBSERVERS.names() if OBSERVERS.is_built_in(name) and OBSERVERS.is_present(name)]
-    return {name: _spec(name) for name in names}
+    return {name: _look_up_spec(name) for name in names}
 
 
-def _spec(name: str) -> ObserverSpec:
+def _look_up_spec(name: str) -> ObserverSpec:
     """Return what is known of an observer; nothing of a function, or of one that a recipe names as `module:Name`."""
     spec = _OWN if is_entry_point(name) else OBSERVERS.get(name)
     return spec if isinstance(spec, ObserverSpec) else _OWN
@@ -87,7 +87,7 @@ def check_installed(settings: Settings) -> None:
             raise RequestError(f"logging.observers.{name}: {why}")
 
 
-def names_as_settings(value: Any, earlier: Any = None) -> Any:
+def convert_names(value: Any, earlier: Any = None) -> Any:
     """Return the settings that a list of names stands for, and any other value as it is.
 
     Args:
@@ -96,22 +96,22 @@ def names_as_settings(value: Any, earlier: Any = None) -> Any:
     """
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         return value
-    settings = names_as_settings(earlier)
-    by_default = [name for name, spec in _specs().items() if spec.default is not False]
+    settings = convert_names(earlier)
+    by_default = [name for name, spec in _load_specs().items() if spec.default is not False]
     items = settings.items() if isinstance(settings, dict) else ()
     stays = {name: setting for name, setting in items if setting is not True or name in by_default}
     return stays | dict.fromkeys(value, True)
 
 
-def checked_settings(settings: Settings) -> Settings:
+def check_settings(settings: Settings) -> Settings:
     """Return the settings of a recipe, checked, and the defaults of observers that it does not set; for pydantic."""
-    checked = {name: spec.default for name, spec in _specs().items() if spec.default is not False}
+    checked = {name: spec.default for name, spec in _load_specs().items() if spec.default is not False}
     problems: list[InitErrorDetails] = []
     for name, setting in settings.items():
         if setting in (False, AUTO) and OBSERVERS.is_built_in(name) and not OBSERVERS.is_present(name):
             continue  # as in a recipe that was written where its room was there
         try:
-            checked[name] = _checked(name, setting)
+            checked[name] = _check_setting(name, setting)
         except RequestError as error:
             about = PydanticCustomError("extension", "{reason}", {"reason": str(error)})
             problems.append({"type": about, "loc": (name,), "input": setting})
@@ -125,16 +125,16 @@ def checked_settings(settings: Settings) -> Settings:
     return checked
 
 
-def _checked(name: str, setting: Any) -> Any:
+def _check_setting(name: str, setting: Any) -> Any:
     if is_entry_point(name):
         OBSERVERS.check_origin(name)
     elif OBSERVERS.is_built_in(name) and not OBSERVERS.is_present(name):
         OBSERVERS.get(name)  # raises
-    elif name not in (names := _names()):
+    elif name not in (names := _list_names()):
         expected = {"expected": f"{', '.join(map(repr, names))} (your own: {OWN})"}
         unknown: InitErrorDetails = {"type": "literal_error", "loc": (), "input": name, "ctx": expected}
         raise ValidationError.from_exception_data(name, [unknown])
-    spec = _spec(name)
+    spec = _look_up_spec(name)
     if not isinstance(setting, dict):
         return TypeAdapter(spec.setting).validate_python(setting)
     if spec.options is None:
@@ -145,21 +145,21 @@ def _checked(name: str, setting: Any) -> Any:
     return spec.options.model_validate(setting).model_dump()
 
 
-def _names() -> list[str]:
+def _list_names() -> list[str]:
     """Return the observers that a recipe can name."""
     return [name for name in OBSERVERS.names() if OBSERVERS.is_present(name)]
 
 
 def complete_schema(schema: dict[str, Any]) -> None:
     """Give the JSON schema of the key, for editors, the names of observers and their settings."""
-    built_in = _specs()
-    settings = {name: _schema(built_in.get(name, _OWN)) for name in _names()}
+    built_in = _load_specs()
+    settings = {name: _build_schema(built_in.get(name, _OWN)) for name in _list_names()}
     del schema["type"], schema["additionalProperties"]
-    by_name = {"type": "object", "properties": settings, "additionalProperties": _schema(_OWN)}
+    by_name = {"type": "object", "properties": settings, "additionalProperties": _build_schema(_OWN)}
     schema["anyOf"] = [by_name, {"type": "array", "items": {"type": "string"}}]
 
 
-def _schema(spec: ObserverSpec) -> dict[str, Any]:
+def _build_schema(spec: ObserverSpec) -> dict[str, Any]:
     options = [{"type": "object"}] if spec is _OWN else []
     options += [] if spec.options is None else [spec.options.model_json_schema()]
     return {"description": spec.summary, "anyOf": [TypeAdapter(spec.setting).json_schema(), *options]}

@@ -86,7 +86,8 @@ class OptimizerSpec:
         library: a library that has to be installed.
         whole_matrices: whether the matrices of blocks are updated as a whole, from one element of state for each of
             theirs; strategies that shard parameters gather them.
-        preconditions: whether the matrices of blocks are updated in the eigenbases of both sides (`preconditioned`).
+        preconditions: whether the matrices of blocks are updated in the eigenbases of both sides
+            (`list_preconditioned_sides`).
     """
 
     summary: str
@@ -139,13 +140,13 @@ MUON = OptimizerSpec(
 LONGEST_SIDE, REFRESHED = 10_000, 10
 
 
-def preconditioned(shape: tuple[int, ...]) -> list[int]:
+def list_preconditioned_sides(shape: tuple[int, ...]) -> list[int]:
     """Return the lengths of the sides of a matrix that have a preconditioner."""
     return [side for side in shape if side <= LONGEST_SIDE]
 
 
-def _moments_and_bases(part: StatePart) -> int:
-    squares = 2 * sum(side**2 for side in preconditioned(part.shape)) if part.is_matrix else 0
+def _count_bytes_with_bases(part: StatePart) -> int:
+    squares = 2 * sum(side**2 for side in list_preconditioned_sides(part.shape)) if part.is_matrix else 0
     return 4 * (2 * part.numel + squares + 1)
 
 
@@ -154,7 +155,7 @@ SOAP = OptimizerSpec(
     "2409.11321), refreshed every 10 steps, and AdamW for all other parameters, with one learning rate; not with fsdp",
     implementation="trainwright.engine.optimizers.soap:Soap",
     reads=("betas", "eps"),
-    state=_moments_and_bases,
+    state=_count_bytes_with_bases,
     preconditions=True,
 )
 SGD = OptimizerSpec(
@@ -202,7 +203,7 @@ ADEMAMIX = OptimizerSpec(
 )
 
 
-def _factors(part: StatePart) -> int:
+def _count_factor_bytes(part: StatePart) -> int:
     if len(part.shape) < 2:
         return 4 * part.numel
     if len(part.shape) == 2:
@@ -215,7 +216,7 @@ ADAFACTOR = OptimizerSpec(
     "scale_parameter and relative_step off",
     implementation="trainwright.engine.optimizers.adafactor:Adafactor",
     reads=(),
-    state=_factors,
+    state=_count_factor_bytes,
     time=104 / 28,
     time_on_cpu=8.5,
 )
@@ -242,7 +243,7 @@ BITSANDBYTES = Library(
 )
 
 
-def _in_8_bits(states: int) -> Callable[[StatePart], int]:
+def _build_8_bit_counter(states: int) -> Callable[[StatePart], int]:
     def size(part: StatePart) -> int:
         if math.prod(part.shape) < SMALLEST:
             return 4 * states * part.numel
@@ -255,7 +256,7 @@ ADAMW_8BIT = OptimizerSpec(
     summary="adamw_8bit: adamw with states in 8 bits (arXiv 2110.02861; needs bitsandbytes)",
     implementation="trainwright.engine.optimizers.eight_bit:adamw",
     reads=("betas", "eps"),
-    state=_in_8_bits(2),
+    state=_build_8_bit_counter(2),
     time=16 / 28,
     time_on_cpu=35.0,
     library=BITSANDBYTES,
@@ -264,7 +265,7 @@ LION_8BIT = OptimizerSpec(
     summary="lion_8bit: lion with its state in 8 bits (needs bitsandbytes)",
     implementation="trainwright.engine.optimizers.eight_bit:lion",
     reads=("betas",),
-    state=_in_8_bits(1),
+    state=_build_8_bit_counter(1),
     time=14 / 28,
     time_on_cpu=20.0,
     library=BITSANDBYTES,

@@ -15,11 +15,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from trainwright.errors import RequestError
-from trainwright.recipe.schema import model_of, recipe_model
+from trainwright.recipe.schema import build_recipe_model, choose_recipe_model
 from trainwright.recipe.sections.fields import Contradiction, Contradictions, Registered
-from trainwright.recipe.synonyms import SECTIONS, OwnKey, our_key, our_value
-from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, dotted, flow_text
-from trainwright.utils.text import quoted
+from trainwright.recipe.synonyms import SECTIONS, OwnKey, look_up_key, look_up_value
+from trainwright.recipe.yaml_text import KeyPath, Origin, Problem, Tree, format_key_path, quote_flow_text
+from trainwright.utils.text import quote_word
 
 _OF_MANY_KEYS = ("auto", "none")  # words that say nothing about the key
 _MAX_UNKNOWN = 30  # unknown keys that are explained; the rest are counted
@@ -54,67 +54,74 @@ _EXPECTED = {
 
 def explain(error: ValidationError, tree: Tree, file: Origin) -> list[Problem]:
     """Return every problem of an invalid recipe; ``file`` is the origin of values that are written nowhere."""
-    model, details = _model(tree), error.errors(include_url=False)
+    model, details = _choose_model(tree), error.errors(include_url=False)
     unknown = [item for item in details if item["type"] == "extra_forbidden"]
-    paths = [path for item in unknown for path in _keys_of_others(field_path(item["loc"], model), tree)]
-    suggested = {path: _nearest(path, model, tree) for path in paths[:_MAX_UNKNOWN]}
+    paths = [path for item in unknown for path in _iterate_foreign_keys(convert_location(item["loc"], model), tree)]
+    suggested = {path: _find_nearest(path, model, tree) for path in paths[:_MAX_UNKNOWN]}
     problems = [
-        Problem(origin_of(path, tree, file), f"{dotted(path)}: unknown key{_meant(path, near, model, tree)}")
+        Problem(
+            find_origin(path, tree, file),
+            f"{format_key_path(path)}: unknown key{_suggest_key(path, near, model, tree)}",
+        )
         for path, near in suggested.items()
     ]
     if len(paths) > _MAX_UNKNOWN:
         next_ = paths[_MAX_UNKNOWN]
-        more = f"{dotted(next_)}: and {len(paths) - _MAX_UNKNOWN:,} more unknown keys"
-        problems.append(Problem(origin_of(next_, tree, file), more))
+        more = f"{format_key_path(next_)}: and {len(paths) - _MAX_UNKNOWN:,} more unknown keys"
+        problems.append(Problem(find_origin(next_, tree, file), more))
     keys = {path for path in suggested.values() if not isinstance(path, str)}
-    problems += _mistaken_values(details, keys, tree, file, model)
-    return problems + explain_contradictions(contradictions_in(error), tree, file)
+    problems += _iterate_mistaken_values(details, keys, tree, file, model)
+    return problems + explain_contradictions(extract_contradictions(error), tree, file)
 
 
 def explain_contradictions(contradictions: list[Contradiction], tree: Tree, file: Origin) -> list[Problem]:
     """Return the contradictions as problems: those that one value written elsewhere causes are one problem, under that
     value and with what removes them all.
     """
-    causes = [_written_elsewhere(item, tree) for item in contradictions]
+    causes = [_list_written_elsewhere(item, tree) for item in contradictions]
     [(cause, count)] = Counter(key for keys in causes for key in keys).most_common(1) or [("", 0)]
     if count < 2:
-        return [_located(item, tree, file) for item in contradictions]
+        return [_locate_contradiction(item, tree, file) for item in contradictions]
     of_cause = [item for item, keys in zip(contradictions, causes, strict=True) if cause in keys]
     others = [item for item in contradictions if item not in of_cause]
-    return [_of_one_cause(cause, of_cause, contradictions, tree, file), *explain_contradictions(others, tree, file)]
+    return [
+        _build_cause_problem(cause, of_cause, contradictions, tree, file),
+        *explain_contradictions(others, tree, file),
+    ]
 
 
-def _written_elsewhere(contradiction: Contradiction, tree: Tree) -> list[str]:
+def _list_written_elsewhere(contradiction: Contradiction, tree: Tree) -> list[str]:
     """Return the keys that contradict the first one from another file or an override."""
-    sources = {key: origin.source for key, origin in _written(contradiction, tree).items()}
+    sources = {key: origin.source for key, origin in _find_origins(contradiction, tree).items()}
     first, *others = contradiction.keys
     return [key for key in others if key in sources and first in sources and sources[key] != sources[first]]
 
 
-def _of_one_cause(
+def _build_cause_problem(
     cause: str, of_cause: list[Contradiction], contradictions: list[Contradiction], tree: Tree, file: Origin
 ) -> Problem:
     path = tuple(cause.split("."))
     origin, fix = tree.origins[path], ""
-    lines = [str(_located(item, tree, file, origin)) for item in of_cause]
-    if defaults := _defaults_without(of_cause, contradictions, tree):
+    lines = [str(_locate_contradiction(item, tree, file, origin)) for item in of_cause]
+    if defaults := _find_defaults(of_cause, contradictions, tree):
         lines = [line.partition("; ")[0] for line in lines]
-        fix = f", or add {' '.join(quoted(f'{key}={value}') for key, value in defaults.items())}"
+        fix = f", or add {' '.join(quote_word(f'{key}={value}') for key, value in defaults.items())}"
     head = (
-        f"{cause}: {_shown(_value_at(path, tree))} does not go with {len(of_cause)} values written elsewhere; change it"
+        f"{cause}: {_format_value(_look_up_value(path, tree))} does not go with {len(of_cause)} values written "
+        "elsewhere; change it"
     )
     return Problem(origin, "\n  ".join([head + fix, *lines]))
 
 
-def _defaults_without(of_cause: list[Contradiction], contradictions: list[Contradiction], tree: Tree) -> dict[str, str]:
+def _find_defaults(of_cause: list[Contradiction], contradictions: list[Contradiction], tree: Tree) -> dict[str, str]:
     """Return the keys whose defaults leave the recipe with none of its ``own`` contradictions of all that were
     ``contradictions``, and with no others, and these defaults as overrides have them; empty if they do not.
     """
-    model, values, defaults, remaining = _model(tree), deepcopy(tree.values), dict[str, str](), of_cause
+    model, values, defaults, remaining = _choose_model(tree), deepcopy(tree.values), dict[str, str](), of_cause
     while remaining:
         for item in remaining:
             *above, last = item.keys[0].split(".")
-            section, inside = _section_at(tuple(above), model), values
+            section, inside = _find_section_at(tuple(above), model), values
             field = section.model_fields.get(last) if section is not None else None
             if field is None or field.is_required() or item.keys[0] in defaults:
                 return {}
@@ -126,11 +133,13 @@ def _defaults_without(of_cause: list[Contradiction], contradictions: list[Contra
             model.model_validate(values)
             remaining = []
         except ValidationError as error:
-            remaining = [item for item in contradictions_in(error) if item in of_cause or item not in contradictions]
+            remaining = [
+                item for item in extract_contradictions(error) if item in of_cause or item not in contradictions
+            ]
     return defaults
 
 
-def placeholders(tree: Tree, file: Origin) -> Iterator[Problem]:
+def check_placeholders(tree: Tree, file: Origin) -> Iterator[Problem]:
     """Yield a problem for every value that is a placeholder of Hydra; a text with spaces is a text."""
     stack: list[tuple[KeyPath, Any]] = [((), tree.values)]
     while stack:
@@ -143,30 +152,33 @@ def placeholders(tree: Tree, file: Origin) -> Iterator[Problem]:
             value == "???" or ("}" in value.partition("${")[2] and len(value.split()) == 1)
         ):
             what = "is Hydra's word for a missing value" if value == "???" else "is not replaced as in Hydra"
-            yield Problem(origin_of(path, tree, file), f"{dotted(path)}: {_shown(value)} {what}; write the value")
+            yield Problem(
+                find_origin(path, tree, file),
+                f"{format_key_path(path)}: {_format_value(value)} {what}; write the value",
+            )
 
 
-def contradictions_in(error: ValidationError) -> list[Contradiction]:
+def extract_contradictions(error: ValidationError) -> list[Contradiction]:
     """Return the contradictions of checks.contradictions, extracted from pydantic's error."""
     causes = (item.get("ctx", {}).get("error") for item in error.errors(include_url=False))
     return [item for cause in causes if isinstance(cause, Contradictions) for item in cause.items]
 
 
-def invalid_keys(error: ValidationError, tree: Tree) -> dict[KeyPath, str]:
+def list_invalid_keys(error: ValidationError, tree: Tree) -> dict[KeyPath, str]:
     """Return the paths of all keys that are not in the schema, and of all whose values are not allowed, with the prefix
     of the keys of which nothing is known therefore: a mistyped key leaves one of its section missing.
     """
-    model, by_path = _model(tree), dict[KeyPath, str]()
+    model, by_path = _choose_model(tree), dict[KeyPath, str]()
     for item in error.errors(include_url=False):
-        path = field_path(item["loc"], model)
+        path = convert_location(item["loc"], model)
         if item["type"] == "extra_forbidden":
             by_path[path] = f"{path[0]}."
         elif path[1:] and item["type"] != "missing":
-            by_path.setdefault(path[:2], dotted(path[:2]))
+            by_path.setdefault(path[:2], format_key_path(path[:2]))
     return by_path
 
 
-def field_path(loc: tuple[int | str, ...], root: type[BaseModel]) -> KeyPath:
+def convert_location(loc: tuple[int | str, ...], root: type[BaseModel]) -> KeyPath:
     """Return the recipe path of a pydantic error, without the union members that pydantic adds."""
     path: KeyPath = ()
     model: type[BaseModel] | None = root
@@ -192,11 +204,15 @@ def field_path(loc: tuple[int | str, ...], root: type[BaseModel]) -> KeyPath:
         else:
             field = model.model_fields.get(part) if model is not None else None
             in_mapping = field is not None and get_origin(field.annotation) is dict
-            model, items, named_sections = _section(model, part), _items(model, part), _named(model, part)
+            model, items, named_sections = (
+                _find_section(model, part),
+                _find_item_section(model, part),
+                _find_value_section(model, part),
+            )
     return path
 
 
-def origin_of(path: KeyPath, tree: Tree, file: Origin) -> Origin:
+def find_origin(path: KeyPath, tree: Tree, file: Origin) -> Origin:
     """Return where ``path`` was written, or else something inside it, or else its nearest parent."""
     while path:
         inside = (origin for written, origin in tree.origins.items() if written[: len(path)] == path)
@@ -206,57 +222,61 @@ def origin_of(path: KeyPath, tree: Tree, file: Origin) -> Origin:
     return file
 
 
-def _model(tree: Tree) -> type[BaseModel]:
+def _choose_model(tree: Tree) -> type[BaseModel]:
     try:
-        return model_of(tree.values)
+        return choose_recipe_model(tree.values)
     except RequestError:  # about the task, which is one of the problems
-        return recipe_model()
+        return build_recipe_model()
 
 
-def _mistaken_values(
+def _iterate_mistaken_values(
     details: list[ErrorDetails], suggested: set[KeyPath | None], tree: Tree, file: Origin, model: type[BaseModel]
 ) -> Iterator[Problem]:
     by_path: dict[KeyPath, list[ErrorDetails]] = {}
     for item in details:
         if item["type"] != "extra_forbidden" and not isinstance(item.get("ctx", {}).get("error"), Contradictions):
-            by_path.setdefault(field_path(item["loc"], model), []).append(item)
+            by_path.setdefault(convert_location(item["loc"], model), []).append(item)
     for path, items in by_path.items():
         if items[0]["type"] == "missing":
             if path not in suggested:  # otherwise its mistyped name is already reported
                 yield Problem(
-                    origin_of(path, tree, file), f"{dotted(path)}: is missing. {_description(path, model)}".rstrip()
+                    find_origin(path, tree, file),
+                    f"{format_key_path(path)}: is missing. {_look_up_description(path, model)}".rstrip(),
                 )
             continue
-        yield Problem(origin_of(path, tree, file), f"{dotted(path)}: {expected_and_found(*items, key=dotted(path))}")
+        yield Problem(
+            find_origin(path, tree, file),
+            f"{format_key_path(path)}: {describe_mismatch(*items, key=format_key_path(path))}",
+        )
 
 
-def expected_and_found(*items: ErrorDetails, key: str = "") -> str:
+def describe_mismatch(*items: ErrorDetails, key: str = "") -> str:
     """Return the message for a value of ``key`` that matches none of its types; ``items``: the error of each."""
     if items[0]["type"] == "extension":
         return items[0]["msg"]
-    expected = " or ".join(dict.fromkeys(_expected(item) for item in items))
+    expected = " or ".join(dict.fromkeys(_describe_expected(item) for item in items))
     value = items[0]["input"]
     close = difflib.get_close_matches(str(value), re.findall(r"'([^']*)'", expected), n=1)
-    near = our_value(key, value) or next(iter(close), None)
+    near = look_up_value(key, value) or next(iter(close), None)
     hint = f"; did you mean {near}?" if near else ""
     if expected.startswith("text") and isinstance(value, int | float):
         hint = "; put it in quotes"
     if isinstance(value, str) and (match := re.match(r"(\w+):([^\s/]\S*)", value)) and expected == "a mapping":
         hint = f"; a space is missing after the colon: {match[1]}: {match[2]}"
     elif isinstance(value, str) and expected == "a mapping" and re.fullmatch(r"data\.train\[\d+\]", key):
-        hint = f"; write {{source: {flow_text(value)}}}"
+        hint = f"; write {{source: {quote_flow_text(value)}}}"
     if isinstance(value, str) and re.match(r"-\S", value) and expected.startswith("a list"):
         hint = "; a space is missing after the dash of each item"
-    return f"expected {expected}, not {_shown(value)}{hint}"
+    return f"expected {expected}, not {_format_value(value)}{hint}"
 
 
-def _expected(item: ErrorDetails) -> str:
+def _describe_expected(item: ErrorDetails) -> str:
     context = {key: f"{value:g}" if isinstance(value, float) else value for key, value in item.get("ctx", {}).items()}
     template = _EXPECTED.get(item["type"])
     return template.format(**context) if template is not None else item["msg"]
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, dict):
         return "a mapping"
     if isinstance(value, list | tuple):
@@ -265,15 +285,17 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _written(contradiction: Contradiction, tree: Tree) -> dict[str, Origin]:
+def _find_origins(contradiction: Contradiction, tree: Tree) -> dict[str, Origin]:
     paths: dict[str, KeyPath] = {key: tuple(key.split(".")) for key in contradiction.keys}
     return {key: tree.origins[path] for key, path in paths.items() if path in tree.origins}
 
 
-def _located(contradiction: Contradiction, tree: Tree, file: Origin, cause: Origin | None = None) -> Problem:
+def _locate_contradiction(
+    contradiction: Contradiction, tree: Tree, file: Origin, cause: Origin | None = None
+) -> Problem:
     """Return a contradiction as a problem; ``cause`` is where a value was written that is named before."""
-    written = _written(contradiction, tree)
-    origin = next(iter(written.values()), None) or origin_of(tuple(contradiction.keys[0].split(".")), tree, file)
+    written = _find_origins(contradiction, tree)
+    origin = next(iter(written.values()), None) or find_origin(tuple(contradiction.keys[0].split(".")), tree, file)
     # The reader of one file does not see that a value comes from another.
     elsewhere = [
         f"{key}: {written_at}"
@@ -284,60 +306,62 @@ def _located(contradiction: Contradiction, tree: Tree, file: Origin, cause: Orig
     return Problem(origin, f"{contradiction.keys[0]}: {contradiction.message}{where}")
 
 
-def meaning_of(name: str) -> OwnKey | str | None:
+def find_meaning(name: str) -> OwnKey | str | None:
     """Return the recipe key that a word of another tool means, such as ``lr``, or a sentence on what to do instead.
 
     None if nothing is known or spelled alike.
     """
-    path, model = tuple(name.split(".")), recipe_model()
+    path, model = tuple(name.split(".")), build_recipe_model()
     values: Any = None
     for part in reversed(path):
         values = {part: values}
-    near = _nearest(path, model, Tree(values))
+    near = _find_nearest(path, model, Tree(values))
     if near is None or isinstance(near, str):
         return near
-    return _own_key(path, near)
+    return _look_up_own_key(path, near)
 
 
-def _own_key(path: KeyPath, near: KeyPath) -> OwnKey:
+def _look_up_own_key(path: KeyPath, near: KeyPath) -> OwnKey:
     """Return the key ``near`` with what the table has about its value."""
-    ours = our_key(str(path[-1]))
-    return ours if isinstance(ours, OwnKey) and ours.key == dotted(near) else OwnKey(dotted(near))
+    ours = look_up_key(str(path[-1]))
+    return ours if isinstance(ours, OwnKey) and ours.key == format_key_path(near) else OwnKey(format_key_path(near))
 
 
-def _keys_of_others(path: KeyPath, tree: Tree) -> Iterator[KeyPath]:
+def _iterate_foreign_keys(path: KeyPath, tree: Tree) -> Iterator[KeyPath]:
     """Yield the path of an unknown key, or of all that is in it if it is a section of another tool."""
-    value = _value_at(path, tree) if path[-1] in SECTIONS else None
+    value = _look_up_value(path, tree) if path[-1] in SECTIONS else None
     if not isinstance(value, dict) or not value:
         yield path
         return
     for key in value:
-        yield from _keys_of_others((*path, key), tree)
+        yield from _iterate_foreign_keys((*path, key), tree)
 
 
-def _meant(path: KeyPath, near: KeyPath | str | None, model: type[BaseModel], tree: Tree) -> str:
+def _suggest_key(path: KeyPath, near: KeyPath | str | None, model: type[BaseModel], tree: Tree) -> str:
     if isinstance(near, str):
         return f"; {near}"
     if near is None:
-        choices = ", ".join(_keys(_section_for(path), model))
+        choices = ", ".join(_list_keys(_find_section_path(path), model))
         return f"; choose from {choices}" if choices else ""
-    shown = str(near[-1] if near[:-1] == path[:-1] else dotted(near))
-    return f"; did you mean {_own_key(path, near).shown(shown, _value_at(path, tree))}?"
+    shown = str(near[-1] if near[:-1] == path[:-1] else format_key_path(near))
+    return f"; did you mean {_look_up_own_key(path, near).shown(shown, _look_up_value(path, tree))}?"
 
 
-def _nearest(path: KeyPath, model: type[BaseModel], tree: Tree) -> KeyPath | str | None:
+def _find_nearest(path: KeyPath, model: type[BaseModel], tree: Tree) -> KeyPath | str | None:
     """Return the known key that an unknown one most likely means, here or elsewhere, or what to do instead."""
-    key, section = path[-1], _section_for(path)
-    here: dict[str, KeyPath] = {name: (*section, name) for name in _keys(section, model)}
+    key, section = path[-1], _find_section_path(path)
+    here: dict[str, KeyPath] = {name: (*section, name) for name in _list_keys(section, model)}
     sections = model.model_fields
-    elsewhere: dict[str, KeyPath] = {name: (section, name) for section in sections for name in _keys((section,), model)}
+    elsewhere: dict[str, KeyPath] = {
+        name: (section, name) for section in sections for name in _list_keys((section,), model)
+    }
     elsewhere |= {name: (name,) for name in sections} | here
-    choosing = [name for name in here if _is_choice(_value_at(path, tree), here[name], model)]
+    choosing = [name for name in here if _is_choice(_look_up_value(path, tree), here[name], model)]
     if len(choosing) == 1 and not difflib.get_close_matches(str(key), here, n=1, cutoff=0.7):
         return here[choosing[0]]
     if str(key) in elsewhere:
         return elsewhere[str(key)]
-    if (ours := our_key(str(key))) is not None and not any(isinstance(part, int) for part in path):
+    if (ours := look_up_key(str(key))) is not None and not any(isinstance(part, int) for part in path):
         return ours if isinstance(ours, str) else tuple(ours.key.split("."))
     for names in (here, elsewhere):
         if close := difflib.get_close_matches(str(key), names, n=1, cutoff=0.7):
@@ -345,13 +369,13 @@ def _nearest(path: KeyPath, model: type[BaseModel], tree: Tree) -> KeyPath | str
     return None
 
 
-def _section_for(path: KeyPath) -> KeyPath:
+def _find_section_path(path: KeyPath) -> KeyPath:
     """Return our section for a key, which may be in a section of another tool."""
     above = path[:-1]
     return tuple(SECTIONS[str(above[-1])].split(".")) if above and above[-1] in SECTIONS else above
 
 
-def _value_at(path: KeyPath, tree: Tree) -> Any:
+def _look_up_value(path: KeyPath, tree: Tree) -> Any:
     value: Any = tree.values
     for part in path:
         value = value[part]
@@ -361,14 +385,14 @@ def _value_at(path: KeyPath, tree: Tree) -> Any:
 def _is_choice(value: Any, path: KeyPath, model: type[BaseModel]) -> bool:
     """Return whether a text is one of the words that a key can be, such as `lora` for `model.adapter.type`."""
     *above, key = path
-    section = _section_at(tuple(above), model)
+    section = _find_section_at(tuple(above), model)
     field = section.model_fields.get(str(key)) if section is not None else None
     if not isinstance(value, str) or value in _OF_MANY_KEYS or field is None:
         return False
-    return value in _words(field.annotation, *field.metadata)
+    return value in _iterate_words(field.annotation, *field.metadata)
 
 
-def _words(*kinds: Any) -> Iterator[str]:
+def _iterate_words(*kinds: Any) -> Iterator[str]:
     """Yield the words of types and of what annotates them."""
     for kind in kinds:
         if isinstance(kind, Registered):
@@ -376,16 +400,16 @@ def _words(*kinds: Any) -> Iterator[str]:
         elif get_origin(kind) is Literal:
             yield from (word for word in get_args(kind) if isinstance(word, str))
         elif get_origin(kind) in (Union, UnionType, Annotated):
-            yield from _words(*get_args(kind))
+            yield from _iterate_words(*get_args(kind))
 
 
-def _keys(path: KeyPath, model: type[BaseModel]) -> list[str]:
-    section = _section_at(path, model)
+def _list_keys(path: KeyPath, model: type[BaseModel]) -> list[str]:
+    section = _find_section_at(path, model)
     keys = list(section.model_fields) if section is not None else []
     return keys if path else [*keys, "include"]
 
 
-def _section(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
+def _find_section(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
     """Return the section at ``key`` of ``model``, or None if the key is a single value or unknown."""
     field = model.model_fields.get(key) if model is not None else None
     kind = field.annotation if field is not None else None
@@ -393,7 +417,7 @@ def _section(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
     return next((one for one in kinds if isinstance(one, type) and issubclass(one, BaseModel)), None)
 
 
-def _section_at(path: KeyPath, model: type[BaseModel]) -> type[BaseModel] | None:
+def _find_section_at(path: KeyPath, model: type[BaseModel]) -> type[BaseModel] | None:
     section: type[BaseModel] | None = model
     items: type[BaseModel] | None = None
     named_sections: type[BaseModel] | None = None
@@ -401,45 +425,49 @@ def _section_at(path: KeyPath, model: type[BaseModel]) -> type[BaseModel] | None
         if named_sections is not None or isinstance(part, int):
             section, items, named_sections = named_sections or items, None, None
         else:
-            section, items, named_sections = _section(section, part), _items(section, part), _named(section, part)
+            section, items, named_sections = (
+                _find_section(section, part),
+                _find_item_section(section, part),
+                _find_value_section(section, part),
+            )
     return section
 
 
-def _items(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
+def _find_item_section(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
     """Return the section type of the items of the list at ``key``, or None if it is not a list of sections."""
     field = model.model_fields.get(key) if model is not None else None
-    return _listed(field.annotation) if field is not None else None
+    return _find_list_section(field.annotation) if field is not None else None
 
 
-def _named(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
+def _find_value_section(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
     """Return the section type of the values of the mapping at ``key``, or None if it is not a mapping of sections."""
     field = model.model_fields.get(key) if model is not None else None
-    return _of_names(field.annotation) if field is not None else None
+    return _find_mapping_section(field.annotation) if field is not None else None
 
 
-def _of_names(kind: Any) -> type[BaseModel] | None:
+def _find_mapping_section(kind: Any) -> type[BaseModel] | None:
     inside = get_args(kind)
     if get_origin(kind) is dict:
-        return _inside(inside[1])
-    return next((model for part in inside if (model := _of_names(part)) is not None), None)
+        return _find_inner_section(inside[1])
+    return next((model for part in inside if (model := _find_mapping_section(part)) is not None), None)
 
 
-def _inside(kind: Any) -> type[BaseModel] | None:
+def _find_inner_section(kind: Any) -> type[BaseModel] | None:
     """Return the section type that a type is, or that is a member of it."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return kind
-    return next((model for part in get_args(kind) if (model := _inside(part)) is not None), None)
+    return next((model for part in get_args(kind) if (model := _find_inner_section(part)) is not None), None)
 
 
-def _listed(kind: Any) -> type[BaseModel] | None:
+def _find_list_section(kind: Any) -> type[BaseModel] | None:
     inside = get_args(kind)
     if get_origin(kind) is list:
         return inside[0] if isinstance(inside[0], type) and issubclass(inside[0], BaseModel) else None
-    return next((model for part in inside if (model := _listed(part)) is not None), None)
+    return next((model for part in inside if (model := _find_list_section(part)) is not None), None)
 
 
-def _description(path: KeyPath, model: type[BaseModel]) -> str:
+def _look_up_description(path: KeyPath, model: type[BaseModel]) -> str:
     *above, key = path
-    section = _section_at(tuple(above), model)
+    section = _find_section_at(tuple(above), model)
     field = section.model_fields.get(str(key)) if section is not None else None
     return (field.description or "") if field is not None else ""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainwright.tasks.dpo.spec import PreferenceLoss
 
 
-def _constants(module: str, names: str) -> dict[str, str]:
+def _locate_constants(module: str, names: str) -> dict[str, str]:
     """Return where the objects of these names are: constants of a module, in capitals."""
     return {name: f"trainwright.{module}:{name.upper()}" for name in names.split()}
 
@@ -84,7 +84,7 @@ ROW_KINDS: Registry[Any] = Registry(
 # Each is a tasks.unlearn.objective.Objective in a module that imports no torch.
 OBJECTIVES: Registry[Any] = Registry(
     "trainwright.objectives",
-    _constants(
+    _locate_constants(
         "tasks.unlearn.section",
         "grad_ascent grad_diff npo simnpo dpo altpo idk_nll rmu undial wga satimp ce_u pdu task_vector",
     ),
@@ -95,7 +95,7 @@ OBJECTIVES: Registry[Any] = Registry(
 # Each is a tasks.dpo.spec.PreferenceLoss in a module that imports no torch.
 PREFERENCE_LOSSES: Registry[PreferenceLoss] = Registry(
     "trainwright.preference_losses",
-    _constants("tasks.dpo.spec", "dpo ipo kto hinge robust apo_zero apo_down sppo simpo cpo orpo"),
+    _locate_constants("tasks.dpo.spec", "dpo ipo kto hinge robust apo_zero apo_down sppo simpo cpo orpo"),
     kind="preference loss",
     required=("function", "reads", "has_reference", "averages", "sft_weight", "rates_answers"),
 )
@@ -103,7 +103,7 @@ PREFERENCE_LOSSES: Registry[PreferenceLoss] = Registry(
 # Each is a recipe.adapter_spec.AdapterSpec.
 ADAPTERS: Registry[AdapterSpec] = Registry(
     "trainwright.adapters",
-    _constants("recipe.adapter_spec", "lora dora oft"),
+    _locate_constants("recipe.adapter_spec", "lora dora oft"),
     kind="adapter",
     required=("summary", "settings", "reads", "unchanged", "of_ends", "peft_type"),
 )
@@ -111,7 +111,7 @@ ADAPTERS: Registry[AdapterSpec] = Registry(
 # Each is a recipe.optimizer_spec.OptimizerSpec.
 OPTIMIZERS: Registry[OptimizerSpec] = Registry(
     "trainwright.optimizers",
-    _constants(
+    _locate_constants(
         "recipe.optimizer_spec",
         "adamw muon soap sgd rmsprop adagrad ademamix lion adafactor schedule_free_adamw adamw_8bit lion_8bit",
     ),
@@ -122,7 +122,7 @@ OPTIMIZERS: Registry[OptimizerSpec] = Registry(
 # Each is a recipe.optimizer_spec.ScheduleSpec.
 SCHEDULES: Registry[ScheduleSpec] = Registry(
     "trainwright.schedules",
-    _constants(
+    _locate_constants(
         "recipe.optimizer_spec",
         "constant linear cosine warmup_stable_decay polynomial cosine_restarts inverse_sqrt reduce_on_plateau",
     ),
@@ -245,7 +245,10 @@ WEIGHT_FORMATS: Registry[Any] = Registry(
 # less time, or None.
 STOP_WARNINGS: Registry[Callable[[float], str | None]] = Registry(
     "trainwright.stop_warnings",
-    {"cluster": "trainwright.clusters.job:stop_warning", "slurm": "trainwright.clusters.slurm.scheduler:job_warning"},
+    {
+        "cluster": "trainwright.clusters.job:check_stop_time",
+        "slurm": "trainwright.clusters.slurm.scheduler:check_job_grace",
+    },
     kind="stop warning",
     required=("__call__",),
 )
@@ -329,7 +332,7 @@ HOST_LAUNCHERS: Registry[Callable[..., int]] = Registry(
 # Each is a models.attention.kernels.AttentionKernel in a module that imports no torch. The fastest first.
 ATTENTION_KERNELS: Registry[AttentionKernel] = Registry(
     "trainwright.attention_kernels",
-    _constants(
+    _locate_constants(
         "models.attention.kernels",
         "flash_attn_4 flash_attn_3 varlen flash_attn sdpa_each flex cpu_flash scores sdpa eager",
     ),

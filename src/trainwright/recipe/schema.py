@@ -23,8 +23,8 @@ from pydantic import (
 )
 
 from trainwright.errors import RequestError
-from trainwright.recipe.checks import contradictions_in_range
-from trainwright.recipe.observer_spec import checked_settings, complete_schema, names_as_settings
+from trainwright.recipe.checks import list_contradictions_in_range
+from trainwright.recipe.observer_spec import check_settings, complete_schema, convert_names
 from trainwright.recipe.registries import METRICS, OPTIMIZERS, SCHEDULES, TASKS
 from trainwright.recipe.sections.data import DataSection
 from trainwright.recipe.sections.fields import (
@@ -99,7 +99,7 @@ class FaultsSection(Section):
     )
 
 
-def _with_summaries(schema: dict[str, Any]) -> None:
+def _add_summaries(schema: dict[str, Any]) -> None:
     schema["description"] = ". ".join([*(OPTIMIZERS.get(name).summary for name in OPTIMIZERS.names()), ""]).strip()
 
 
@@ -120,7 +120,7 @@ class ParameterGroup(Section):
 class OptimizerSection(Section):
     """Settings of the optimizer."""
 
-    name: Annotated[str, Registered(OPTIMIZERS)] = Field("adamw", json_schema_extra=_with_summaries)
+    name: Annotated[str, Registered(OPTIMIZERS)] = Field("adamw", json_schema_extra=_add_summaries)
     momentum: BelowOne = Field(
         0.95, description="Momentum coefficient of optimizers that read it: muon, sgd (0: none)."
     )
@@ -286,7 +286,7 @@ class LoggingSection(Section):
     """Where and how to record the run."""
 
     run_directory: Text = Field("auto", description="Run directory; must not exist. auto: a new directory under runs/.")
-    observers: Annotated[dict[str, Any], BeforeValidator(names_as_settings), AfterValidator(checked_settings)] = Field(
+    observers: Annotated[dict[str, Any], BeforeValidator(convert_names), AfterValidator(check_settings)] = Field(
         {},
         validate_default=True,
         json_schema_extra=complete_schema,
@@ -334,7 +334,7 @@ class RecipeSchema(Section):
         if cls is not RecipeSchema:
             return handler(values)
         try:
-            model = model_of(values)
+            model = choose_recipe_model(values)
         except RequestError as error:
             raise Contradictions([Contradiction(("task",), str(error))]) from None
         return model.model_validate(values)
@@ -344,9 +344,9 @@ class RecipeSchema(Section):
     def _filled_in(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        if (spec := _spec_of(values.get("task"))) is not None:
-            values = spec.filled(values)  # adds keys; those in the recipe keep their values
-        return _with_a_corpus_for_the_tokenizer(values)
+        if (spec := _find_spec(values.get("task"))) is not None:
+            values = spec.fill_values(values)  # adds keys; those in the recipe keep their values
+        return _set_tokenizer_corpus(values)
 
     @model_serializer(mode="wrap")
     def _without_other_tasks(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -389,12 +389,12 @@ class RecipeSchema(Section):
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> RecipeSchema:
-        if contradictions := contradictions_in_range(self):
+        if contradictions := list_contradictions_in_range(self):
             raise Contradictions(contradictions)
         return self
 
 
-def model_of(values: Any) -> type[RecipeSchema]:
+def choose_recipe_model(values: Any) -> type[RecipeSchema]:
     """Return the recipe model with the sections that ``values`` may have.
 
     Raises:
@@ -402,12 +402,12 @@ def model_of(values: Any) -> type[RecipeSchema]:
     """
     task = values.get("task") if isinstance(values, dict) else None
     if not isinstance(task, str) or ":" not in task or TASKS.get(task) in map(TASKS.get, TASKS.names()):
-        return recipe_model()
-    return recipe_model(task)
+        return build_recipe_model()
+    return build_recipe_model(task)
 
 
 @cache
-def recipe_model(task: str | None = None) -> type[RecipeSchema]:
+def build_recipe_model(task: str | None = None) -> type[RecipeSchema]:
     """Return the recipe model with the section of every registered task, and of ``task`` if that is a
     ``module:Name``.
 
@@ -419,31 +419,33 @@ def recipe_model(task: str | None = None) -> type[RecipeSchema]:
     task_field = Field(description=f"The kind of training. {summaries}")
     fields: dict[str, Any] = {
         "task": (RecipeSchema.__annotations__["task"], task_field),
-        "data": (_data_of(specs.values()), RecipeSchema.model_fields["data"]),
+        "data": (_build_data_section(specs.values()), RecipeSchema.model_fields["data"]),
     }
     for name, spec in specs.items():
         if spec.name in fields or spec.name in RecipeSchema.model_fields:
-            raise RequestError(f"{_described(name)} has the name {spec.name} of another recipe section; rename it")
+            raise RequestError(f"{_describe_task(name)} has the name {spec.name} of another recipe section; rename it")
         if name not in (spec.name, task):
-            raise RequestError(f"{_described(name)} has the spec name {spec.name}; use the same name in both places")
+            raise RequestError(
+                f"{_describe_task(name)} has the spec name {spec.name}; use the same name in both places"
+            )
         if spec.section is not None:
             fields[spec.name] = (spec.section | None, Field(None, description=spec.section_description))
     return create_model("Recipe", __base__=RecipeSchema, __module__=__name__, __doc__=RecipeSchema.__doc__, **fields)
 
 
-def _data_of(specs: Iterable[TaskSpec]) -> type[DataSection]:
+def _build_data_section(specs: Iterable[TaskSpec]) -> type[DataSection]:
     """Return the section ``data`` with the keys of all tasks."""
     kinds = dict.fromkeys(spec.data for spec in specs)
     own = tuple(kind for kind in kinds if not any(other is not kind and issubclass(other, kind) for other in kinds))
     return own[0] if len(own) == 1 else create_model("DataSection", __base__=own, __doc__=DataSection.__doc__)
 
 
-def _described(name: str) -> str:
+def _describe_task(name: str) -> str:
     package = TASKS.package(name)
     return f"task {name}" if package is None else f"package {package}: task {name}"
 
 
-def _spec_of(task: Any) -> TaskSpec | None:
+def _find_spec(task: Any) -> TaskSpec | None:
     """Return the spec of a task; None if it does not exist, which the validation of the key reports."""
     try:
         return TASKS.get(task) if isinstance(task, str) else None
@@ -451,7 +453,7 @@ def _spec_of(task: Any) -> TaskSpec | None:
         return None
 
 
-def _with_a_corpus_for_the_tokenizer(values: dict[str, Any]) -> dict[str, Any]:
+def _set_tokenizer_corpus(values: dict[str, Any]) -> dict[str, Any]:
     """Set the training texts of a tokenizer that is trained from texts, unless it names its own."""
     data, model = values.get("data"), values.get("model")
     if isinstance(data, dict) and isinstance(source := data.get("train"), str) and isinstance(model, dict):

@@ -124,17 +124,17 @@ class StrategySpec:
         return next((one for one in self.limits if not one.takes(values.get(one.key, "auto"))), None)
 
 
-def spec_of(name: str) -> StrategySpec:
+def look_up_strategy(name: str) -> StrategySpec:
     """Return the spec of a strategy by its name in a recipe. Raises RequestError like ``Registry.get``."""
     return STRATEGIES.get(name)
 
 
 def check_library(name: str) -> None:
     """Raise MachineError if a library that a strategy needs is not installed, or in a version that does not work."""
-    if (library := spec_of(name).library) is not None:
+    if (library := look_up_strategy(name).library) is not None:
         library.check()
 
 
-def all_specs() -> dict[str, StrategySpec]:
+def load_strategies() -> dict[str, StrategySpec]:
     """Return all built-in or registered strategies, by name. Raises RequestError if one cannot be loaded."""
-    return {name: spec_of(name) for name in STRATEGIES.names()}
+    return {name: look_up_strategy(name) for name in STRATEGIES.names()}

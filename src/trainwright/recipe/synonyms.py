@@ -28,15 +28,15 @@ class OwnKey(NamedTuple):
 
 
 @cache
-def _tables() -> dict[str, Any]:
+def _read_tables() -> dict[str, Any]:
     return tomllib.loads(Path(__file__).with_name("synonyms.toml").read_text(encoding="utf-8"))
 
 
 @cache
-def answers() -> dict[OwnKey | str, str]:
+def list_answers() -> dict[OwnKey | str, str]:
     """Return other tools' names, separated by spaces, by answer: a key of ours or a sentence."""
-    keys = {OwnKey(key, *(word or None for word in written)): names for key, names, *written in _tables()["keys"]}
-    return {**keys, **_tables()["sentences"]}
+    keys = {OwnKey(key, *(word or None for word in written)): names for key, names, *written in _read_tables()["keys"]}
+    return {**keys, **_read_tables()["sentences"]}
 
 
 # Mappings of other tools, of which each key is answered for itself, and our section that is tried first.
@@ -55,22 +55,22 @@ SECTIONS: dict[str, str] = {
 SECTION_WORDS = {"model": "name", "data": "train", "optimizer": "name", "parallel": "strategy"}
 
 
-def our_key(name: str) -> OwnKey | str | None:
+def look_up_key(name: str) -> OwnKey | str | None:
     """Return our key for a key of another tool, or a sentence that says what to do instead; None if unknown."""
-    return _by_name().get(name.lower().replace("-", "_"))
+    return _map_names().get(name.lower().replace("-", "_"))
 
 
-def our_value(key: str, value: object) -> str | None:
+def look_up_value(key: str, value: object) -> str | None:
     """Return our value of a dotted ``key`` for another tool's value; None if unknown."""
     name = str(value).lower()
     if key == "task":
         return next((task for task in TASKS.names() if name in TASKS.get(task).also_called), None)
     if key in SECTION_WORDS and isinstance(value, str):
         return f"{key}.{SECTION_WORDS[key]}={value}"
-    values: dict[str, str] = _tables()["values"].get(key, {})
+    values: dict[str, str] = _read_tables()["values"].get(key, {})
     return next((ours for ours, theirs in values.items() if name in theirs.split()), None)
 
 
 @cache
-def _by_name() -> dict[str, OwnKey | str]:
-    return {name: answer for answer, names in answers().items() for name in names.split()}
+def _map_names() -> dict[str, OwnKey | str]:
+    return {name: answer for answer, names in list_answers().items() for name in names.split()}

@@ -72,23 +72,23 @@ class Needs:
     own_model: TaskModel | None = None
 
 
-def _nothing_to_check(recipe: RecipeSchema) -> Iterable[Contradiction]:
+def _check_nothing(recipe: RecipeSchema) -> Iterable[Contradiction]:
     return ()
 
 
-def _as_written(values: dict[str, Any]) -> dict[str, Any]:
+def _keep_values(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _examples(recipe: RecipeSchema, key: str) -> str:
+def _choose_examples(recipe: RecipeSchema, key: str) -> str:
     return "examples"
 
 
-def _a_pass_over_the_model(recipe: RecipeSchema) -> Needs:
+def _need_one_pass(recipe: RecipeSchema) -> Needs:
     return Needs()
 
 
-def _model_and_data(recipe: RecipeSchema) -> tuple[str, str]:
+def _describe_model_and_data(recipe: RecipeSchema) -> tuple[str, str]:
     return recipe.model.name or f"a fresh {(recipe.model.fresh or {})['model_type']}", recipe.data.name
 
 
@@ -103,7 +103,7 @@ class TaskSpec:
         section: the keys of its section; None: it has none.
         section_description: of the section in the schema.
         check: returns contradictions in a recipe of the task.
-        fill: returns the recipe's values as written with those that follow from the task; see ``filled``.
+        fill: returns the recipe's values as written with those that follow from the task; see ``fill_values``.
         rows: the kind of rows at a key of the section ``data``, a name in
             ``registries.ROW_KINDS``, or ``module:Name``.
         needs: returns what a plan needs to know.
@@ -125,11 +125,11 @@ class TaskSpec:
     module: str
     section: type[Section] | None = None
     section_description: str = ""
-    check: Callable[[RecipeSchema], Iterable[Contradiction]] = _nothing_to_check
-    fill: Callable[[dict[str, Any]], dict[str, Any]] = _as_written
-    rows: Callable[[RecipeSchema, str], str] = _examples
-    needs: Callable[[RecipeSchema], Needs] = _a_pass_over_the_model
-    inputs: Callable[[RecipeSchema], tuple[str, str]] = _model_and_data
+    check: Callable[[RecipeSchema], Iterable[Contradiction]] = _check_nothing
+    fill: Callable[[dict[str, Any]], dict[str, Any]] = _keep_values
+    rows: Callable[[RecipeSchema, str], str] = _choose_examples
+    needs: Callable[[RecipeSchema], Needs] = _need_one_pass
+    inputs: Callable[[RecipeSchema], tuple[str, str]] = _describe_model_and_data
     reads_texts: bool = True
     corpus: bool = False
     streams: bool = False
@@ -141,17 +141,17 @@ class TaskSpec:
     length_keys: str | None = None
     also_called: tuple[str, ...] = ()
 
-    def filled(self, values: dict[str, Any]) -> dict[str, Any]:
+    def fill_values(self, values: dict[str, Any]) -> dict[str, Any]:
         """Return a recipe's values with the task's section and what ``fill`` adds; a value as written stays."""
         if self.section is not None and values.get(self.name) is None:
             values = {**values, self.name: {}}
-        return _written_over(self.fill(values), values)
+        return _merge_written(self.fill(values), values)
 
 
-def _written_over(filled: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
+def _merge_written(filled: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
     """Merge ``written`` over ``filled``, mappings key by key."""
     merged = dict(filled)
     for key, value in written.items():
         earlier = filled.get(key)
-        merged[key] = _written_over(earlier, value) if isinstance(earlier, dict) and isinstance(value, dict) else value
+        merged[key] = _merge_written(earlier, value) if isinstance(earlier, dict) and isinstance(value, dict) else value
     return merged

@@ -103,7 +103,7 @@ def to_yaml(values: object) -> str:
     )
 
 
-def flow_text(value: str) -> str:
+def quote_flow_text(value: str) -> str:
     """Return a text as it is written between the braces or brackets of YAML: in quotes where it needs them."""
     return value if re.fullmatch(r"[\w./-]+", value) else json.dumps(value, ensure_ascii=False)
 
@@ -119,7 +119,7 @@ def _compose(
         line = text.count("\n", 0, error.position) + 1
         raise RequestError(f"{source}:{line}: character {error.character!r} is not allowed in YAML") from None
     except yaml.MarkedYAMLError as error:
-        line, reason = _in_words(text.splitlines() or [""], error)
+        line, reason = _describe_error(text.splitlines() or [""], error)
         raise RequestError(f"{source}:{line + 1}: {reason}" if first_line else f"{source}: {reason}") from None
 
 
@@ -127,7 +127,7 @@ _MISSING_SPACE = re.compile(r"\s*(?:- )?([A-Za-z_][\w.]*):([^\s/:'\"\[\]{}]\S*)(
 _TWO_KEYS = re.compile(r"\s*(?:- )?([^\s'\"#]+): +([^'\"#\[{|>]*?: .*)")
 
 
-def _in_words(lines: list[str], error: yaml.MarkedYAMLError) -> tuple[int, str]:
+def _describe_error(lines: list[str], error: yaml.MarkedYAMLError) -> tuple[int, str]:
     """Return the line, counted from 0, and what is wrong with it."""
     mark, problem = error.problem_mark or error.context_mark, str(error.problem)
     index = min(mark.line, len(lines) - 1) if mark is not None else 0
@@ -141,7 +141,7 @@ def _in_words(lines: list[str], error: yaml.MarkedYAMLError) -> tuple[int, str]:
     if problem.startswith("expected ',' or"):
         return index, f"a comma is missing, or the bracket of line {start + 1} is not closed"
     if "cannot start any token" in problem or "undefined alias" in problem:
-        return index, f"{_shown(lines[index])}: text that begins with a special character needs quotes"
+        return index, f"{_shorten_line(lines[index])}: text that begins with a special character needs quotes"
     if problem.startswith("sequence entries"):
         key, _, item = lines[index].strip().partition(": ")
         return (
@@ -156,46 +156,50 @@ def _in_words(lines: list[str], error: yaml.MarkedYAMLError) -> tuple[int, str]:
         if match := _TWO_KEYS.match(lines[index]):
             return index, f"{match[1]}: has two keys on one line; give each a line, or put text with a colon in quotes"
     if "block" in f"{error.context} {problem}" or problem.startswith("mapping values"):
-        return index, _indentation(lines, index, before)
+        return index, _describe_indentation(lines, index, before)
     return index, f"not valid YAML: {' '.join(filter(None, (error.context, problem)))}"
 
 
-def _indentation(lines: list[str], index: int, before: list[int]) -> str:
+def _describe_indentation(lines: list[str], index: int, before: list[int]) -> str:
     """Return what is wrong with the indentation of a line, by those ``before`` it that are in the same block."""
-    what, indent = _key(lines[index]), _indent(lines[index])
+    what, indent = _extract_key(lines[index]), _count_indent(lines[index])
     is_item = what.startswith("-")
     beside = [n for n in before if lines[n].lstrip().startswith("-") == is_item and lines[n].strip() != "---"]
     if is_item and not (beside and beside[-1] == before[-1]):
         return (
-            f"{what}: a list item, with {_spaces(indent)} before it, is under no key; indent it below the key of its "
+            f"{what}: a list item, with {_format_spaces(indent)} before it, is under no key; indent it below the key "
+            "of its "
             "list"
         )
     if not beside:
-        return f"{what}: the indentation, {_spaces(indent)}, fits no line above; indent it like the keys beside it"
+        return (
+            f"{what}: the indentation, {_format_spaces(indent)}, fits no line above; indent it like the keys beside it"
+        )
     near = beside[-1]
-    than = "more" if indent > _indent(lines[near]) else "less"
+    than = "more" if indent > _count_indent(lines[near]) else "less"
     return (
-        f"{what}: has {than} indentation ({_spaces(indent)}) than {_key(lines[near])} on line {near + 1} "
-        f"({_spaces(_indent(lines[near]))}); indent both alike"
+        f"{what}: has {than} indentation ({_format_spaces(indent)}) than {_extract_key(lines[near])} on line "
+        f"{near + 1} "
+        f"({_format_spaces(_count_indent(lines[near]))}); indent both alike"
     )
 
 
-def _indent(line: str) -> int:
+def _count_indent(line: str) -> int:
     return len(line) - len(line.lstrip(" "))
 
 
-def _spaces(count: int) -> str:
+def _format_spaces(count: int) -> str:
     return f"{count} space{'s' * (count != 1)}"
 
 
-def _shown(line: str) -> str:
+def _shorten_line(line: str) -> str:
     """Return a line, without its end if it is long."""
     text = line.strip()
     return text if len(text) < 60 else f"{text[:57]}..."
 
 
-def _key(line: str) -> str:
-    text = _shown(line)
+def _extract_key(line: str) -> str:
+    text = _shorten_line(line)
     return text if text.startswith("-") else text.partition(":")[0]
 
 
@@ -213,13 +217,15 @@ class _Builder:
             raise RequestError(f"{self._origin(node)}: YAML tag {node.tag!r} is not supported; remove it")
         self._count(node)
         if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node)
+            return self._build_scalar(node)
         if id(node) in self.open:
             raise RequestError(f"{self._origin(node)}: recursive YAML alias")
         if len(self.open) == DEEPEST:
             raise RequestError(f"{self._origin(node)}: not valid YAML: nested more than {DEEPEST} deep by aliases")
         self.open.add(id(node))
-        value = self._mapping(node, path) if isinstance(node, yaml.MappingNode) else self._sequence(node, path)
+        value = (
+            self._build_mapping(node, path) if isinstance(node, yaml.MappingNode) else self._build_sequence(node, path)
+        )
         self.open.remove(id(node))
         return value
 
@@ -234,21 +240,21 @@ class _Builder:
                 "remove them"
             )
 
-    def _scalar(self, node: yaml.ScalarNode) -> Any:
+    def _build_scalar(self, node: yaml.ScalarNode) -> Any:
         try:
             return self.loader.construct_object(node)
         except (yaml.MarkedYAMLError, ValueError) as error:
             reason = getattr(error, "problem", None) or error
             raise RequestError(f"{self._origin(node)}: not valid YAML: {reason}") from None
 
-    def _sequence(self, node: yaml.Node, path: KeyPath) -> list[Any]:
+    def _build_sequence(self, node: yaml.Node, path: KeyPath) -> list[Any]:
         values = []
         for index, item in enumerate(node.value):
             self.tree.origins[*path, index] = self._origin(item)
             values.append(self.build(item, (*path, index)))
         return values
 
-    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[Any, Any]:
+    def _build_mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[Any, Any]:
         values: dict[Any, Any] = {}
         for key_node, value_node in node.value:
             origin = self._origin(key_node)
@@ -257,7 +263,9 @@ class _Builder:
                 raise RequestError(f"{origin}: a key must be a name")
             key_path = (*path, key)
             if key in values:
-                message = f"{dotted(key_path)}: given twice, first {self._earlier(key_path)}; keep one of the two"
+                message = (
+                    f"{format_key_path(key_path)}: given twice, first {self._earlier(key_path)}; keep one of the two"
+                )
                 self.tree.problems.append(Problem(origin, message))
             self.tree.origins[key_path] = origin
             values[key] = self.build(value_node, key_path)
@@ -271,7 +279,7 @@ class _Builder:
         return f"on line {line}" if line is not None else "in the same value"
 
 
-def dotted(path: KeyPath) -> str:
+def format_key_path(path: KeyPath) -> str:
     """Return a path in the form that users write: ``train.max_steps``, ``evaluate.prompts[0]``."""
     text = ""
     for part in path:
@@ -350,10 +358,10 @@ _Dumper.add_representer(str, _represent_text)
 _Dumper.add_representer(tuple, _represent_tuple)
 
 
-def values_by_key(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def iterate_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of a tree by key, such as ``train.max_steps``."""
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            yield from values_by_key(value, f"{prefix}{key}.")
+            yield from iterate_values(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

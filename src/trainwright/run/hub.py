@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trainwright import __version__
-from trainwright.engine.event_reader import EventRecord, precision_of, read_log
+from trainwright.engine.event_reader import EventRecord, describe_precision, read_log
 from trainwright.errors import MachineError, RequestError, TrainwrightError
 from trainwright.models.adapters.files import BASE, BaseModel
-from trainwright.models.resolve_model import hub_token
-from trainwright.models.usage import asking, evaluating, is_in_code, loading
+from trainwright.models.resolve_model import read_hub_token
+from trainwright.models.usage import format_evaluation_command, format_generation_code, format_loading_code, is_in_code
 from trainwright.recipe.files import read_json
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.run.observers.hooks import ObservedRun
-from trainwright.run.process import console
+from trainwright.run.process import find_console
 from trainwright.utils import text
-from trainwright.utils.text import quoted, say
+from trainwright.utils.text import quote_word, say
 
 _LAST_SECONDS = 60.0
 _PAUSES = (2.0, 10.0)  # seconds before a failed upload at the end of a run is tried again
@@ -40,7 +40,7 @@ def send(repository: str, files: Mapping[str, Path | bytes], private: bool, mess
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
-    token = hub_token()
+    token = read_hub_token()
     api = HfApi(token=token)
     try:
         operations = [CommitOperationAdd(name, content) for name, content in files.items()]
@@ -51,7 +51,7 @@ def send(repository: str, files: Mapping[str, Path | bytes], private: bool, mess
         raise MachineError(f"{repository}: the Hub refused: {reason.replace(token, '***')}") from error
 
 
-def model_files(weights: Path) -> dict[str, Path]:
+def list_model_files(weights: Path) -> dict[str, Path]:
     """Return the files of a model by their path in a repository, without the card."""
     files = (path for path in sorted(weights.rglob("*")) if path.is_file() and path.name != "README.md")
     return {str(path.relative_to(weights)): path for path in files}
@@ -59,7 +59,11 @@ def model_files(weights: Path) -> dict[str, Path]:
 
 def send_model(weights: Path, card: str, repository: str, private: bool, message: str) -> str:
     """Upload a model with its card; return the URL of the commit. As ``send``."""
-    files: dict[str, Path | bytes] = {**model_files(weights), **published_settings(weights), "README.md": card.encode()}
+    files: dict[str, Path | bytes] = {
+        **list_model_files(weights),
+        **build_published_settings(weights),
+        "README.md": card.encode(),
+    }
     return send(repository, files, private, message)
 
 
@@ -77,9 +81,9 @@ def push_finished(run: Path, terminal: TextIO) -> None:
     say(f"push: uploading {weights} to {push.repository}", file=terminal)
     for pause in (*_PAUSES, None):
         try:
-            card = model_card(run, push.repository, weights)
+            card = format_model_card(run, push.repository, weights)
             url = send_model(weights, card, push.repository, push.private, "Trained with Trainwright")
-            say(f"push: sent: {url}", file=console() or sys.stdout)
+            say(f"push: sent: {url}", file=find_console() or sys.stdout)
             return
         except TrainwrightError as error:
             if pause is not None and isinstance(error, MachineError):
@@ -107,15 +111,15 @@ def send_checkpoint(checkpoint: Path, repository: str, private: bool) -> str:
 def push_command(run: Path, repository: str, private: bool, step: int | None = None) -> str:
     """Return the command that uploads a run's model, or one of its checkpoints."""
     which = "" if step is None else f" --checkpoint {step}"
-    return f"trainwright push {quoted(run)} {repository}{which}{' --private' if private else ''}"
+    return f"trainwright push {quote_word(run)} {repository}{which}{' --private' if private else ''}"
 
 
-def of_run(run: ObservedRun, _: object) -> HubObserver | None:
+def build_observer(run: ObservedRun, _: object) -> HubObserver | None:
     """Return the observer that uploads a run's checkpoints, if its section ``push`` asks for it."""
     push = run.recipe.push
     if push is None or not push.checkpoints:
         return None
-    report = functools.partial(say, file=console() or sys.stderr, wrap=False)
+    report = functools.partial(say, file=find_console() or sys.stderr, wrap=False)
     return HubObserver(run.directory, push.repository, push.private, report)
 
 
@@ -171,7 +175,7 @@ class HubObserver:
 _POINTS = 12  # of the curve
 
 
-def model_card(run: Path, name: str, weights: Path) -> str:
+def format_model_card(run: Path, name: str, weights: Path) -> str:
     """Return Markdown with the front matter that the Hub reads (huggingface.co/docs/hub/model-cards).
 
     Args:
@@ -190,20 +194,20 @@ def model_card(run: Path, name: str, weights: Path) -> str:
     is_adapter = (weights / "adapter_config.json").is_file()
     base = BaseModel.read(weights) if is_adapter else None
     sections = [
-        "\n".join(["---", *_front_matter(recipe, start, is_adapter), "---"]),
+        "\n".join(["---", *_iterate_front_matter(recipe, start, is_adapter), "---"]),
         f"# {name}",
-        _introduction(recipe, start, is_adapter, base),
-        "## Use\n\n" + _usage(recipe, name, weights),
-        "## Measured\n\n" + "\n".join(_metrics(events)),
-        "## Loss\n\n" + "\n".join(_curve(events)),
+        _format_introduction(recipe, start, is_adapter, base),
+        "## Use\n\n" + _format_usage(recipe, name, weights),
+        "## Measured\n\n" + "\n".join(_format_metrics(events)),
+        "## Loss\n\n" + "\n".join(_format_curve(events)),
         "## Data\n\n" + "\n".join(f"- {line}" for line in start.get("data", []) if "tokens kept in" not in line),
-        f"## Recipe\n\n```yaml\n{dump_recipe(_published(recipe)).strip()}\n```",
+        f"## Recipe\n\n```yaml\n{dump_recipe(_remove_local_keys(recipe)).strip()}\n```",
         f"Trained with Trainwright {__version__}.",
     ]
-    return _without_paths("\n\n".join(sections) + "\n", recipe, *([] if base is None else [base.name]))
+    return _remove_paths("\n\n".join(sections) + "\n", recipe, *([] if base is None else [base.name]))
 
 
-def _front_matter(recipe: RecipeSchema, start: EventRecord, is_adapter: bool) -> Iterator[str]:
+def _iterate_front_matter(recipe: RecipeSchema, start: EventRecord, is_adapter: bool) -> Iterator[str]:
     if recipe.has_texts:
         yield f"library_name: {'peft' if is_adapter else 'transformers'}"
         yield "pipeline_tag: text-generation"
@@ -220,7 +224,7 @@ def _front_matter(recipe: RecipeSchema, start: EventRecord, is_adapter: bool) ->
     yield f"- {recipe.task}"
 
 
-def _introduction(recipe: RecipeSchema, start: EventRecord, is_adapter: bool, base: BaseModel | None) -> str:
+def _format_introduction(recipe: RecipeSchema, start: EventRecord, is_adapter: bool, base: BaseModel | None) -> str:
     what = f"An adapter ({recipe.model.adapter.type})" if is_adapter else "A model"
     name = recipe.model.name
     is_gguf = "dequantized" in start.get("weights", "")
@@ -232,27 +236,27 @@ def _introduction(recipe: RecipeSchema, start: EventRecord, is_adapter: bool, ba
     return (
         f"{what} made from {of} by {recipe.task}: {steps:,} steps of {batch} on "
         f"{devices} x {start.get('device', 'one device')} ({start.get('strategy')}, "
-        f"{precision_of(start)}); {text.count(start.get('parameters', 0))} "
-        f"parameters, {text.count(start.get('trainable_parameters', 0))} of them trained."
+        f"{describe_precision(start)}); {text.format_count(start.get('parameters', 0))} "
+        f"parameters, {text.format_count(start.get('trainable_parameters', 0))} of them trained."
     )
 
 
-def _usage(recipe: RecipeSchema, name: str, weights: Path) -> str:
+def _format_usage(recipe: RecipeSchema, name: str, weights: Path) -> str:
     if not recipe.has_texts:
         has_own_code = is_in_code(weights)
         note = "Its environment is code that the recipe below names; save the recipe as `agent/recipe.yaml`.\n\n"
         download = f"hf download {name} --local-dir {'agent/final' if has_own_code else 'agent'}"
-        return note * has_own_code + f"```sh\n{download}\n{evaluating(weights, 'agent')}\n```"
-    lines = loading(weights, name, published=True)
+        return note * has_own_code + f"```sh\n{download}\n{format_evaluation_command(weights, 'agent')}\n```"
+    lines = format_loading_code(weights, name, published=True)
     if lines is None:
         return (
             "The adapter's base model is randomly initialized and exists only in its run. Merge the adapter, and "
             "publish the merged model: `trainwright merge RUN --out DIRECTORY`."
         )
-    return f"```python\n{lines}\n\n{asking(weights)}\n```"
+    return f"```python\n{lines}\n\n{format_generation_code(weights)}\n```"
 
 
-def _metrics(events: Sequence[EventRecord]) -> Iterator[str]:
+def _format_metrics(events: Sequence[EventRecord]) -> Iterator[str]:
     measured = [event for event in events if event["event"] == "evaluate"]
     if not measured:
         yield "No evaluation on held-out data."
@@ -262,10 +266,13 @@ def _metrics(events: Sequence[EventRecord]) -> Iterator[str]:
     yield "| --- | --- | --- |"
     for name, value in last["metrics"].items():
         before = first["metrics"].get(name)
-        yield f"| {text.metric_name(name)} | {'-' if before is None else text.metric(before)} | {text.metric(value)} |"
+        yield (
+            f"| {text.format_metric_name(name)} | {'-' if before is None else text.format_metric(before)} | "
+            f"{text.format_metric(value)} |"
+        )
 
 
-def _curve(events: Sequence[EventRecord]) -> Iterator[str]:
+def _format_curve(events: Sequence[EventRecord]) -> Iterator[str]:
     steps = [event for event in events if event["event"] == "step"]
     held_out = {event["step"]: event["metrics"].get("loss") for event in events if event["event"] == "evaluate"}
     chosen = {round(i * (len(steps) - 1) / max(1, _POINTS - 1)) for i in range(_POINTS)} if steps else set()
@@ -275,10 +282,13 @@ def _curve(events: Sequence[EventRecord]) -> Iterator[str]:
     for i in sorted(chosen):
         event = steps[i]
         other = held_out.get(event["step"])
-        yield f"| {event['step']:,} | {text.metric(event['loss'])} | {'' if other is None else text.metric(other)} |"
+        yield (
+            f"| {event['step']:,} | {text.format_metric(event['loss'])} | "
+            f"{'' if other is None else text.format_metric(other)} |"
+        )
 
 
-def _published(recipe: RecipeSchema) -> RecipeSchema:
+def _remove_local_keys(recipe: RecipeSchema) -> RecipeSchema:
     """Return the recipe without what belongs to the place where it ran: its job, its copies and its ports."""
     checkpoint = recipe.checkpoint.model_copy(update={"copies": []})
     # Options of observers, such as a port, are of that place too.
@@ -287,20 +297,20 @@ def _published(recipe: RecipeSchema) -> RecipeSchema:
     return recipe.model_copy(update={"launch": None, "push": None, "checkpoint": checkpoint, "logging": logging})
 
 
-def _without_paths(card: str, recipe: RecipeSchema, *more: str) -> str:
+def _remove_paths(card: str, recipe: RecipeSchema, *more: str) -> str:
     """Return the card without paths of the machine that trained it: only their last component remains."""
-    for path in sorted(_paths([recipe.model_dump(), more]), key=len, reverse=True):
+    for path in sorted(_find_paths([recipe.model_dump(), more]), key=len, reverse=True):
         card = card.replace(path, Path(path).name)
     return card
 
 
-def published_settings(weights: Path) -> dict[str, bytes]:
+def build_published_settings(weights: Path) -> dict[str, bytes]:
     """Return the adapter's files that name its base model, by file name, without the local path of the base."""
     published = {}
     for name in ("adapter_config.json", BASE):
         if (weights / name).is_file():
             values = read_json(weights / name)
-            for path in _paths(values):
+            for path in _find_paths(values):
                 values = {key: Path(path).name if value == path else value for key, value in values.items()}
             published[name] = (json.dumps(values, indent=2) + "\n").encode()
     return published
@@ -311,9 +321,9 @@ def _is_absolute(text: str) -> bool:
     return Path(text).is_absolute() or re.match(r"~[\w.-]*/", text) is not None
 
 
-def _paths(value: Any) -> set[str]:
+def _find_paths(value: Any) -> set[str]:
     """Return all absolute paths in a recipe's values."""
     if isinstance(value, str):
         return {value} if _is_absolute(value) and Path(value).name else set()
     values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return set().union(*map(_paths, values))
+    return set().union(*map(_find_paths, values))

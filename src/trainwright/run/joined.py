@@ -36,14 +36,14 @@ from trainwright.machine.detect import detect
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.registries import LAUNCHERS, WATCHERS
 from trainwright.run import process, run_directory
-from trainwright.run.group.addresses import LOOPBACK, in_words, set_interfaces
-from trainwright.run.group.device_slots import DeviceSlot, Member, device_slots, first_ranks
+from trainwright.run.group.addresses import LOOPBACK, format_address, set_interfaces
+from trainwright.run.group.device_slots import DeviceSlot, Member, assign_device_slots, list_first_ranks
 from trainwright.run.group.environment import (
     RENDEZVOUS_SECONDS,
     SUPERVISING_LAUNCHERS,
     LaunchEnvironment,
     Variables,
-    accelerate_variables,
+    list_accelerate_variables,
     read_environment,
 )
 from trainwright.run.group.failure_report import FailureReport, should_report
@@ -54,18 +54,18 @@ from trainwright.run.request import (
     LauncherSettings,
     RunRequest,
     TrainingRequest,
+    build_request,
     check_request,
-    for_started,
-    request_of,
     resolve_request,
+    set_started_processes,
 )
 from trainwright.run.resuming import is_url
-from trainwright.run.shutdown.exit_code import record_exit_code, record_start, refuse_stopped, seconds_since_launch
+from trainwright.run.shutdown.exit_code import compute_launch_age, record_exit_code, record_start, refuse_stopped
 from trainwright.run.shutdown.failure import run_to_end
-from trainwright.run.shutdown.requests import Deadline, deadline_of
-from trainwright.run.shutdown.stop import STOP_SIGNALS, describe_stop, follow_signals, heeded_signals
-from trainwright.run.start import recorded_run, warn_of_launcher
-from trainwright.utils.text import quoted, say
+from trainwright.run.shutdown.requests import Deadline, choose_deadline
+from trainwright.run.shutdown.stop import STOP_SIGNALS, describe_stop, follow_signals, list_heeded_signals
+from trainwright.run.start import open_recorded_run, warn_of_launcher
+from trainwright.utils.text import quote_word, say
 
 if TYPE_CHECKING:
     from trainwright.parallel.world import RankInfo
@@ -115,14 +115,14 @@ def run_joined(
         number: of earlier runs that the same processes trained in sequence.
         launcher: pid of the launcher or of the process it started; None: this process's parent.
     """
-    terminal = process.lossy_text(os.dup(2), None, "replace")
+    terminal = process.open_lossy_text(os.dup(2), None, "replace")
     record_start()
     environment = read_environment(parent=launcher)
     if number:
         environment = replace(environment, job=f"{environment.job}-{number}")
     settings = next((s for launcher in LAUNCHERS.present() if (s := launcher.of_environment()) is not None), None)
-    os.environ.update(environment.torch_variables())
-    if (parent := _parent(environment)) is not None:
+    os.environ.update(environment.build_torch_variables())
+    if (parent := _find_parent(environment)) is not None:
         process.die_with_parent(parent)
     check_limits(environment.local_size, environment.size)
     own_threads = "OMP_NUM_THREADS" in os.environ
@@ -133,7 +133,7 @@ def run_joined(
     except TrainwrightError as error:
         report(error.exit_code, str(error))
         # Without rank 0, rank 1 reports for the other ranks of its job.
-        job = f"{environment.address}:{environment.port} {_words(options)}"
+        job = f"{environment.address}:{environment.port} {_build_words(options)}"
         if environment.rank <= 1 and should_report(environment.rank, job):
             say(f"error: {error}", file=terminal)
         return error.exit_code, None
@@ -144,20 +144,20 @@ def run_joined(
             deadline = None
             if environment.rank == 0:
                 _interrupt_preparation(failures)
-                seconds_before = seconds_since_launch(launcher, number)
-                deadline = deadline_of(options.until, options.time_limit, 0.0 if number else seconds_before)
+                seconds_before = compute_launch_age(launcher, number)
+                deadline = choose_deadline(options.until, options.time_limit, 0.0 if number else seconds_before)
                 opened, slot = participant.open(settings, stack, seconds_before, deadline)
             else:
                 opened, slot = participant.follow()
         except Exception as error:
             return participant.refuse(error), None
         if not own_threads:
-            os.environ["OMP_NUM_THREADS"] = str(_threads(slot))
+            os.environ["OMP_NUM_THREADS"] = str(_count_threads(slot))
         follow_signals()
         stop_without_launcher(environment.launcher)
         if environment.rank == 0:
             warn_of_launcher(environment.launcher, terminal)
-        failures.interrupting(None)
+        failures.set_interrupt(None)
         run = Path(opened.directory) if environment.rank == 0 else opened.path
         code = participant.train(run, opened, slot, deadline)
         if environment.rank == 0 and code == EXIT_FINISHED:
@@ -166,11 +166,11 @@ def run_joined(
             push_finished(run, terminal)  # while the others wait: some launchers end what runs longest
         participant.leave_together()
         if environment.rank == 0 and code == EXIT_STOPPED:
-            say(f"{describe_stop(run)}; continue with --resume {quoted(run)}", file=terminal)
+            say(f"{describe_stop(run)}; continue with --resume {quote_word(run)}", file=terminal)
         return code, run
 
 
-def _words(options: TrainingRequest) -> list[str]:
+def _build_words(options: TrainingRequest) -> list[str]:
     """Return the request as words of a command line; the same in all processes of a run."""
     return [*options.words(), *([] if options.resume is None else ["--resume", options.resume])]
 
@@ -184,19 +184,21 @@ def _meet(environment: LaunchEnvironment, options: TrainingRequest) -> Rendezvou
     if address is not None:
         set_interfaces(address)
     member = Member.here(environment)  # before the others arrive, as they expect an answer at once
-    shared = run_directory.RUNS if environment.nodes == 1 else _shared(options)
-    rendezvous = meet_ranks(environment, _words(options), options.rendezvous_timeout or RENDEZVOUS_SECONDS, shared)
-    rendezvous.post(member.posted())
+    shared = run_directory.RUNS if environment.nodes == 1 else _choose_shared_folder(options)
+    rendezvous = meet_ranks(
+        environment, _build_words(options), options.rendezvous_timeout or RENDEZVOUS_SECONDS, shared
+    )
+    rendezvous.post(member.to_plain())
     return rendezvous
 
 
-def _shared(options: TrainingRequest) -> Path:
+def _choose_shared_folder(options: TrainingRequest) -> Path:
     """Return the folder of the run's directory, which all machines see."""
     if options.resume not in (None, "", AUTO) and not is_url(options.resume):
         return Path(options.resume).absolute().parent
     with suppress(TrainwrightError):  # rank 0 reports it
         if options.recipe is not None:
-            return run_directory.folder_of(load_recipe(options.recipe, options.overrides).logging.run_directory)
+            return run_directory.choose_folder(load_recipe(options.recipe, options.overrides).logging.run_directory)
     return run_directory.RUNS
 
 
@@ -227,7 +229,7 @@ class _Participant:
         request = self._request(settings)
         if request.recipe.parallel.device == "cpu":
             members = [replace(member, gpus=()) for member in members]
-        slots = device_slots(members)
+        slots = assign_device_slots(members)
         machines = len({(member.host, member.node) for member in members})
         check_request(request)
         resolved = resolve_request(request, detect(), machines, check_gpus=False)
@@ -237,32 +239,32 @@ class _Participant:
         def refuse(run: Path) -> None:
             refuse_stopped(run, seconds_before, deadline, resumed=request.run is not None)
 
-        with recorded_run(request, resolved, stack, refuse) as (run, text):
+        with open_recorded_run(request, resolved, stack, refuse) as (run, text):
             logs = run / "logs"
             failures.clear(logs, environment.size)
-            process.enter_process(logs / "rank-0.log", parent=_parent(environment), keep_console=True)
+            process.enter_process(logs / "rank-0.log", parent=_find_parent(environment), keep_console=True)
             process.prepare(run)
             failures.begin(logs)
-        opened = OpenedRun(str(run), os.getcwd(), text, request.run is not None, first_ranks(members)[1:])
+        opened = OpenedRun(str(run), os.getcwd(), text, request.run is not None, list_first_ranks(members)[1:])
         if rendezvous is not None:
             rendezvous.publish("opened", {"opened": vars(opened), "slots": [astuple(slot) for slot in slots]})
         return opened, slots[0]
 
     def _request(self, settings: LauncherSettings | None) -> RunRequest:
-        if settings is None and accelerate_variables(Variables()):
+        if settings is None and list_accelerate_variables(Variables()):
             LAUNCHERS.get("accelerate")  # is not installed: its settings must not be ignored
         if settings is not None and settings.refusal is not None:
             raise settings.refusal
         options = self.options
-        request = request_of(options.recipe, list(options.overrides), options.resume, settings)
-        return for_started(request, self.environment.size, self.environment.launcher)
+        request = build_request(options.recipe, list(options.overrides), options.resume, settings)
+        return set_started_processes(request, self.environment.size, self.environment.launcher)
 
     def follow(self) -> tuple[OpenedRun, DeviceSlot]:
         """Wait on the other ranks for rank 0's decision, and read what it has prepared."""
         assert self.rendezvous is not None, "a world of one is rank 0"
         follow_signals()
         rendezvous, waiting = self.rendezvous, Waiting(f"rank {self.environment.rank}")
-        where = in_words(rendezvous.address, rendezvous.port)
+        where = format_address(rendezvous.address, rendezvous.port)
         decision = rendezvous.wait_for("opened", lambda: waiting.tell(lambda: f"rank 0 at {where} to begin the run"))
         if "refused" in decision:
             raise _PeerRefused(int(decision["refused"]), str(decision["why"]))
@@ -270,7 +272,7 @@ class _Participant:
         member = f"rank {self.environment.rank} on {socket.gethostname()}"
         run_directory.check_visible(opened.path, opened.recipe, member, "rank 0")
         log = opened.path / "logs" / f"rank-{self.environment.rank}.log"
-        process.enter_process(log, parent=_parent(self.environment), keep_console=False)
+        process.enter_process(log, parent=_find_parent(self.environment), keep_console=False)
         self.failures.begin(log.parent)
         return opened, DeviceSlot(*decision["slots"][self.environment.rank])
 
@@ -285,7 +287,7 @@ class _Participant:
         code, message = EXIT_TRAINING, "".join(traceback.format_exception(error)).rstrip()
         if isinstance(error, TrainwrightError):
             code, message = error.exit_code, str(error)
-        self.failures.interrupting(lambda: None)
+        self.failures.set_interrupt(lambda: None)
         if self.rendezvous is not None:
             self.rendezvous.publish("opened", {"refused": code, "why": message})
         self.failures.report(code, message)
@@ -378,19 +380,19 @@ def _interrupt_preparation(failures: FailureReport) -> None:
             raise error
         raise Stopped()
 
-    for number in heeded_signals():
+    for number in list_heeded_signals():
         signal.signal(number, interrupt)
-    failures.interrupting(lambda: _thread.interrupt_main(signal.SIGTERM))
+    failures.set_interrupt(lambda: _thread.interrupt_main(signal.SIGTERM))
 
 
-def _parent(environment: LaunchEnvironment) -> int | None:
+def _find_parent(environment: LaunchEnvironment) -> int | None:
     """Return the pid of the process that this one ends with; None if it is a shell, which the run may outlive."""
     return None if environment.launcher == "python" else os.getppid()
 
 
-def _threads(slot: DeviceSlot) -> int:
+def _count_threads(slot: DeviceSlot) -> int:
     cores = detect().cpu_cores
-    return max(1, cores if slot.own_cores else cores // slot.local_size) if cores else process.threads_allowed()
+    return max(1, cores if slot.own_cores else cores // slot.local_size) if cores else process.count_allowed_threads()
 
 
 _PARENT_CHECK_SECONDS = 1.0

@@ -23,7 +23,7 @@ from trainwright.run.process import set_threads
 from trainwright.run.relaunch import take_replan
 from trainwright.run.resolve import Resolved
 from trainwright.run.shutdown.stop import BEFORE_FIRST_STEP, RESIZE_AT_CHECKPOINT, RESIZE_NOW, RESIZE_SAVING, Stopping
-from trainwright.utils.text import ranges, say
+from trainwright.utils.text import format_ranges, say
 
 if TYPE_CHECKING:
     from trainwright.machine.machine import Machine
@@ -48,7 +48,7 @@ class LocalLaunches:
         self.elastic: Elastic | None = None
         if resolved.usable:
             devices = functools.partial(count_devices, machine)
-            self.elastic = Elastic(run, resolved.usable, devices_for(devices), stopping)
+            self.elastic = Elastic(run, resolved.usable, build_device_limit(devices), stopping)
 
     def first(self) -> int:
         """Return how many processes to begin with. Raises MachineError if there are too few devices."""
@@ -167,11 +167,11 @@ class NodeLaunches:
         return None if best is None else best.processes
 
     def _spread(self, usable: Sequence[int]) -> Spread | None:
-        return spread(usable, {**self.nodes.rooms, 0: self.room()})
+        return choose_spread(usable, {**self.nodes.rooms, 0: self.room()})
 
 
 @contextmanager
-def taking_part(nodes: Nodes) -> Iterator[None]:
+def take_part(nodes: Nodes) -> Iterator[None]:
     """Leave the other nodes at the end of the context in every case; tell those that wait for a launch how it ended."""
     try:
         yield
@@ -198,7 +198,7 @@ class Spread:
         """Return the number of processes on all nodes."""
         return self.each * len(self.nodes)
 
-    def first_rank(self, node: int) -> int:
+    def find_first_rank(self, node: int) -> int:
         """Return the lowest rank on a node."""
         return self.each * self.nodes.index(node)
 
@@ -212,7 +212,7 @@ class Launch:
     port: int
 
 
-def spread(usable: Collection[int], rooms: Mapping[int, int]) -> Spread | None:
+def choose_spread(usable: Collection[int], rooms: Mapping[int, int]) -> Spread | None:
     """Return the spread of the largest usable number of processes, over as many nodes as possible; None if there is
     room for none.
 
@@ -266,7 +266,7 @@ class Elastic:
 
     def available(self) -> int | None:
         """Return the largest usable number for which there are devices and slots; None if there are too few."""
-        slots = _slots(self._run)
+        slots = _read_slots(self._run)
         return self._largest([number for number in self._usable if slots is None or number <= slots])
 
     def first(self) -> int:
@@ -307,16 +307,20 @@ class Elastic:
         while not self._stopping.requested:
             if (number := self.available()) is not None:
                 if number != self._running:
-                    say(f"going on with {_processes(number)} instead of {self._running}", file=sys.stderr)
+                    say(f"going on with {_format_process_count(number)} instead of {self._running}", file=sys.stderr)
                 self._running = self._target = number
                 return number
             if not is_shown:
-                few = f"waiting for at least {_processes(self._usable[0])} (usable: {ranges(self._usable, ' to ')})"
+                few = (
+                    f"waiting for at least {_format_process_count(self._usable[0])} (usable: "
+                    f"{format_ranges(self._usable, ' to ')})"
+                )
                 say(few, file=sys.stderr)
                 is_shown = True
             if self._clock() > until:
                 raise FaultError(
-                    f"{_LEAST_SECONDS:.0f} s without enough GPUs, nodes or slots for {_processes(self._usable[0])}; "
+                    f"{_LEAST_SECONDS:.0f} s without enough GPUs, nodes or slots for "
+                    f"{_format_process_count(self._usable[0])}; "
                     "resume the run when they are back"
                 )
             time.sleep(_LOOK_SECONDS)
@@ -324,7 +328,7 @@ class Elastic:
         return 0
 
 
-def devices_for(count: Callable[[], int | None]) -> Callable[[Sequence[int]], int | None]:
+def build_device_limit(count: Callable[[], int | None]) -> Callable[[Sequence[int]], int | None]:
     """Return the argument ``largest`` for one node.
 
     Args:
@@ -338,7 +342,7 @@ def devices_for(count: Callable[[], int | None]) -> Callable[[Sequence[int]], in
     return largest
 
 
-def _slots(run: Path) -> int | None:
+def _read_slots(run: Path) -> int | None:
     """Return the number in the run's file ``slots``; None if there is none, or while it is written."""
     try:
         return int((run / SLOTS_FILE).read_text(encoding="utf-8"))
@@ -346,5 +350,5 @@ def _slots(run: Path) -> int | None:
         return None
 
 
-def _processes(number: int) -> str:
+def _format_process_count(number: int) -> str:
     return f"{number} process{'es' * (number != 1)}"

@@ -18,12 +18,12 @@ from typing import Any
 from trainwright import __version__
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, MachineError, RequestError, Stopped, TrainwrightError
 from trainwright.run import run_directory
-from trainwright.run.group.addresses import in_words, set_interfaces
-from trainwright.run.group.environment import NodeRendezvous, node_of_srun
-from trainwright.run.group.peers import GONE, Membership, Message, job_of
+from trainwright.run.group.addresses import format_address, set_interfaces
+from trainwright.run.group.environment import NodeRendezvous, find_srun_node
+from trainwright.run.group.peers import GONE, Membership, Message, build_job
 from trainwright.run.group.rendezvous import Rendezvous, meet
 from trainwright.run.launches import Launch, Spread
-from trainwright.run.shutdown.failure import Failure, first_failure
+from trainwright.run.shutdown.failure import Failure, find_first_failure
 from trainwright.run.shutdown.stop import Stopping
 from trainwright.run.worker_processes import WorkerRanks
 from trainwright.utils.text import say
@@ -79,7 +79,7 @@ def _check_request(first: NodeInfo, index: int, node: NodeInfo) -> None:
         )
 
 
-def visible(run: Path, recipe: str, node: int) -> Path:
+def check_visible_run(run: Path, recipe: str, node: int) -> Path:
     """Return the run directory. Raises MachineError if ``node``, this one, does not see it with this recipe."""
     run_directory.check_visible(run, recipe, f"node {node} ({socket.gethostname()})", "node 0")
     return run
@@ -92,7 +92,7 @@ _MAX_LOOK_GAP = 5.0
 
 
 class Silence:
-    """Count how long the other nodes have been silent; call `silent` repeatedly."""
+    """Count how long the other nodes have been silent; call `list_silent` repeatedly."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -111,7 +111,7 @@ class Silence:
         self._reported_at = now
         return True
 
-    def silent(self, nodes: Iterable[int]) -> list[int]:
+    def list_silent(self, nodes: Iterable[int]) -> list[int]:
         """Return which of these nodes have been silent for `SILENCE_LIMIT` seconds in which this process ran."""
         now, watched = self._clock(), list(nodes)
         if now - self._looked_at > _MAX_LOOK_GAP:
@@ -237,7 +237,7 @@ class Nodes:
             rendezvous.listen()
 
         member = Membership(met.node_rank, met.nodes, (met.host, met.port), met.seconds)
-        rendezvous = meet("node", member, job_of(met.nodes), _port_fix(member), patient, shared=shared)
+        rendezvous = meet("node", member, build_job(met.nodes), _describe_port_fix(member), patient, shared=shared)
         set_interfaces(met.host)
         rendezvous.post(asdict(mine))
         if met.node_rank == 0:
@@ -258,20 +258,22 @@ class Nodes:
         hosts = {int(i): host for i, host in reply["hosts"].items()} | {met.node_rank: mine.host}
         return cls(rendezvous, stopping, hosts, mine, rules)
 
-    def open(self, make: Callable[[], tuple[Path, str]], open_here: Callable[[Path, str, int], Path] = visible) -> Path:
+    def open(
+        self, make: Callable[[], tuple[Path, str]], open_here: Callable[[Path, str, int], Path] = check_visible_run
+    ) -> Path:
         """Return the run directory: node 0 creates it by `make`, which also returns its recipe's text; the others only
         open it, by `open_here`, of the directory, that text and their index.
         """
         if self.index == 0:
-            run, recipe = self.reporting_failure(make)
+            run, recipe = self.run_reporting_failure(make)
             self._opened = [str(run), str(run.absolute())]
             self.rendezvous.publish("opened", [*self._opened, recipe])
             return run
         shown, absolute, recipe = self.rendezvous.wait_for("opened", self.poll)
         directory = Path(shown) if Path(shown).absolute() == Path(absolute) else Path(absolute)
-        return self.reporting_failure(lambda: open_here(directory, recipe, self.index))
+        return self.run_reporting_failure(lambda: open_here(directory, recipe, self.index))
 
-    def reporting_failure(self, work: Callable[[], Any]) -> Any:
+    def run_reporting_failure(self, work: Callable[[], Any]) -> Any:
         """Return the result of `work`; report an exception to the other nodes before it is raised."""
         try:
             return work()
@@ -371,7 +373,7 @@ class Nodes:
         """Return the ranks here in the current launch."""
         assert self.launch is not None, "it has begun"
         spread, port = self.launch.spread, self.rendezvous.peers.reach(self.launch.port)
-        return WorkerRanks(spread.first_rank(self.index), spread.each, spread.processes, port)
+        return WorkerRanks(spread.find_first_rank(self.index), spread.each, spread.processes, port)
 
     def kill(self) -> None:
         """Have all nodes end without a checkpoint, as the user has asked for."""
@@ -390,7 +392,7 @@ class Nodes:
         self, logs: Path, codes: dict[int, int | None], records: dict[int, dict[str, Any]], out_of_memory: bool
     ) -> Failure:
         """Report the failure here, collect those of the others, and return the first of all."""
-        mine = first_failure(logs, 0, codes, out_of_memory, records=records)
+        mine = find_first_failure(logs, 0, codes, out_of_memory, records=records)
         self._report(_FAILED, codes=codes, records=records, memory=out_of_memory, code=mine.exit_code)
         deadline = time.monotonic() + _REPORT_SECONDS
         while self._expected - self._ended.keys() - self._gone.keys() - {self.index} and time.monotonic() < deadline:
@@ -403,13 +405,13 @@ class Nodes:
             records |= {int(rank): record for rank, record in report.get("records", {}).items()}
             out_of_memory |= bool(report.get("memory", False))
         self.running = False
-        return first_failure(logs, 0, codes, out_of_memory, records=records, gone=self.lost)
+        return find_first_failure(logs, 0, codes, out_of_memory, records=records, gone=self.lost)
 
     def leave(self) -> None:
         """Leave; must be called at the end in every case."""
         self._stopping.nodes = None
         peers, until = self.rendezvous.peers, time.monotonic() + _LEAVE_SECONDS
-        while self.index == 0 and peers.connected() and time.monotonic() < until:
+        while self.index == 0 and peers.list_connected() and time.monotonic() < until:
             peers.poll(_POLL_SECONDS)
         self.rendezvous.close()
 
@@ -419,7 +421,7 @@ class Nodes:
         for message in early + self.rendezvous.peers.poll():
             if (peer := message["peer"]) != self.index:  # its own from before it was lost
                 self._hear(message["kind"], peer, message)
-        there = self.rendezvous.peers.connected()
+        there = self.rendezvous.peers.list_connected()
         for index in (self._expected if self.index == 0 else {0}) - there - {self.index}:
             self._forget(index, _LOST)
         if self._stopping.flag.value and not self._stop_sent:
@@ -429,7 +431,7 @@ class Nodes:
             room = {} if self.room is None else {"room": self.room()}
             self.rendezvous.peers.send_direct(_RUNS, **room)
         watched = self._expected - self._gone.keys() - {self.index} if self.index == 0 else {0} - self._gone.keys()
-        for index in self._silence.silent(watched) if self.launch is not None else ():
+        for index in self._silence.list_silent(watched) if self.launch is not None else ():
             self._is_silent(index)
 
     def _hear(self, kind: str, peer: int, message: Message) -> None:
@@ -508,8 +510,8 @@ class Nodes:
         return f"node {index} ({self._hosts.get(index, 'unknown')})"
 
 
-def _port_fix(member: Membership) -> str:
+def _describe_port_fix(member: Membership) -> str:
     """Return what to do if the port at which the nodes meet is taken."""
-    if node_of_srun(member.count) == (member.index, in_words(*member.address)):
+    if find_srun_node(member.count) == (member.index, format_address(*member.address)):
         return "set MASTER_PORT to another one, or unset it for one of the job's own"
     return "choose another one with --rendezvous, on every node"

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from trainwright import errors
 from trainwright.errors import EXIT_STOPPED, MachineError, Stopped, TrainingError, TrainwrightError
-from trainwright.machine.cache import cache_root, keep_compiled_code
+from trainwright.machine.cache import find_cache_root, keep_compiled_code
 from trainwright.parallel.constants import CACHED_PRODUCTS
 from trainwright.run.shutdown import stop
 from trainwright.run.shutdown.stop import Stopping
@@ -44,7 +44,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h
 _console: TextIO | None = None
 
 
-def console() -> TextIO | None:
+def find_console() -> TextIO | None:
     """Return the original standard output; None if it is not kept (rank > 0)."""
     return _console
 
@@ -58,12 +58,15 @@ def enter_process(log: Path, *, parent: int | None, keep_console: bool) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if keep_console:
-        _console = lossy_text(os.dup(1), sys.stdout.encoding, "replace")
+        _console = open_lossy_text(os.dup(1), sys.stdout.encoding, "replace")
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    sys.stdout, sys.stderr = lossy_text(1, "utf-8", "backslashreplace"), lossy_text(2, "utf-8", "backslashreplace")
+    sys.stdout, sys.stderr = (
+        open_lossy_text(1, "utf-8", "backslashreplace"),
+        open_lossy_text(2, "utf-8", "backslashreplace"),
+    )
 
 
 def ignore_closed_output() -> None:
@@ -76,7 +79,7 @@ def ignore_closed_output() -> None:
             continue
         with suppress(OSError):
             stream.flush()
-        setattr(sys, name, lossy_text(descriptor, stream.encoding, stream.errors))
+        setattr(sys, name, open_lossy_text(descriptor, stream.encoding, stream.errors))
 
 
 class _LossyFile(io.FileIO):
@@ -89,7 +92,7 @@ class _LossyFile(io.FileIO):
             return len(data)
 
 
-def lossy_text(descriptor: int, encoding: str | None, errors: str) -> TextIO:
+def open_lossy_text(descriptor: int, encoding: str | None, errors: str) -> TextIO:
     """Return a stream that ignores failing writes.
 
     It is flushed after every line, so that the log is useful even if the process is killed.
@@ -120,7 +123,7 @@ def prepare_environment(cores: int, processes: int, threads: int | None = None) 
         os.environ[_ALLOCATOR_OPTIONS[0]] = "expandable_segments:True"
     keep_compiled_code()
     os.environ.setdefault("OMP_NUM_THREADS", str(threads or max(1, cores // processes)))
-    return threads_allowed()
+    return count_allowed_threads()
 
 
 def set_threads(before: int | None, threads: int | None) -> None:
@@ -151,7 +154,7 @@ def limit_product_caches() -> None:
         os.environ.setdefault(name, str(CACHED_PRODUCTS))
 
 
-def threads_allowed() -> int:
+def count_allowed_threads() -> int:
     """Return OMP_NUM_THREADS as a number; the first of a list (one value per nesting level); 1 if unset."""
     first = os.environ.get("OMP_NUM_THREADS", "1").split(",")[0].strip()
     return int(first) if first.isdigit() and int(first) > 0 else 1
@@ -171,9 +174,9 @@ def preload_worker(recipe: RecipeSchema) -> None:
     with Activity(sys.stderr, "importing torch and transformers"):
         preload_libraries()
         import_module("trainwright.run.run_worker")
-        from trainwright.engine.task import task_module
+        from trainwright.engine.task import import_task_module
 
-        task_module(recipe)
+        import_task_module(recipe)
 
 
 def run_in_child(work: Callable[[], None], log: Path, stopping: Stopping) -> None:
@@ -184,8 +187,8 @@ def run_in_child(work: Callable[[], None], log: Path, stopping: Stopping) -> Non
     """
     context: Any = multiprocessing.get_context(stop.START_METHOD)
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_child, args=(work, log, os.getpid(), sender), name="prepare")
-    with forking():
+    child = context.Process(target=_run_child, args=(work, log, os.getpid(), sender), name="prepare")
+    with freeze_for_forks():
         child.start()
     sender.close()
     try:
@@ -206,7 +209,7 @@ def run_in_child(work: Callable[[], None], log: Path, stopping: Stopping) -> Non
 
 
 @contextmanager
-def forking() -> Iterator[None]:
+def freeze_for_forks() -> Iterator[None]:
     """Exclude existing objects from garbage collection in processes forked meanwhile.
 
     An object may join its threads when it is collected, as torch's TCPStore does; a forked process does not have those
@@ -230,7 +233,7 @@ def _await_answer(receiver: multiprocessing.connection.Connection, stopping: Sto
     return answer
 
 
-def _child(work: Callable[[], None], log: Path, parent: int, sender: multiprocessing.connection.Connection) -> None:
+def _run_child(work: Callable[[], None], log: Path, parent: int, sender: multiprocessing.connection.Connection) -> None:
     stop.restore_default_signals()
     # A ctrl-C at the terminal reaches the parent too, which ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -260,16 +263,16 @@ def _watch_parent(parent: int) -> None:
 
 def prepare(run: Path) -> None:
     """Prepare once what every worker of the run needs: data and weights in the cache. Raises RequestError."""
-    from trainwright.engine.task import task_module
+    from trainwright.engine.task import import_task_module
     from trainwright.recipe.loading import load_recipe
     from trainwright.run.run_directory import RECIPE
 
-    with Activity(console(), "preparing the model and the data") as activity:
-        if console() is not None:  # long operations are shown
+    with Activity(find_console(), "preparing the model and the data") as activity:
+        if find_console() is not None:  # long operations are shown
             logging.getLogger("trainwright").addHandler(_ActivityHandler(activity))
             logging.getLogger("trainwright").setLevel(logging.INFO)
         recipe = load_recipe(run / RECIPE)
-        task_module(recipe).prepare_once(recipe, cache_root())
+        import_task_module(recipe).prepare_once(recipe, find_cache_root())
 
 
 class _ActivityHandler(logging.Handler):
@@ -309,14 +312,14 @@ def check_limits(local: int = 1, world: int = 1) -> None:
         MachineError: naming the limit, and how to change it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    required = needed_files(local, world)
+    required = count_needed_files(local, world)
     if soft != resource.RLIM_INFINITY and soft < required:
         reached = required if hard == resource.RLIM_INFINITY else min(required, hard)
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (reached, hard))
             soft = reached
     files = None if soft == resource.RLIM_INFINITY else soft
-    if (problem := shortage(files, _free(_SHARED), local, world)) is not None:
+    if (problem := check_process_limits(files, _count_free_bytes(_SHARED), local, world)) is not None:
         raise MachineError(problem)
 
 
@@ -335,19 +338,19 @@ def open_files_in_words() -> Iterator[None]:
         ) from error
 
 
-def needed_files(local: int, world: int) -> int:
+def count_needed_files(local: int, world: int) -> int:
     """Return the number of files that a process may need to open, for ``local`` of ``world`` processes."""
     return _FILES + _FILES_A_WORKER * local + _FILES_A_RANK * world
 
 
-def shortage(files: int | None, shared: int | None, local: int, world: int) -> str | None:
+def check_process_limits(files: int | None, shared: int | None, local: int, world: int) -> str | None:
     """Return a message about the limit that is too low for this number of processes, or None.
 
     Args:
         files: the limit of open files of a process; None without a limit.
         shared: bytes free in /dev/shm; None if it does not exist.
     """
-    needed = needed_files(local, world)
+    needed = count_needed_files(local, world)
     if files is not None and files < needed:
         return (
             f"the limit of open files is {files} (ulimit -n), but a run of {world} process{'es' * (world > 1)} needs "
@@ -362,7 +365,7 @@ def shortage(files: int | None, shared: int | None, local: int, world: int) -> s
     return None
 
 
-def _free(directory: Path) -> int | None:
+def _count_free_bytes(directory: Path) -> int | None:
     try:
         status = os.statvfs(directory)
     except OSError:

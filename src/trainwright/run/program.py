@@ -16,9 +16,9 @@ from types import FrameType, MappingProxyType
 from typing import Any
 
 from trainwright.errors import RequestError
-from trainwright.run.shutdown.exit_code import CODES_FILE, SHUTDOWN_TIMEOUT, recorded_code
+from trainwright.run.shutdown.exit_code import CODES_FILE, SHUTDOWN_TIMEOUT, read_exit_code
 from trainwright.run.shutdown.stop import STOP_SIGNALS, signal_after_parent
-from trainwright.utils.activity import doing
+from trainwright.utils.activity import begin_activity
 
 # torchrun passes SIGTERM, SIGINT and SIGHUP on to its workers, and dies of the others, which Slurm may send to every
 # process of a job: it ignores them here and is sent SIGTERM instead.
@@ -41,8 +41,8 @@ def run_program(command: Sequence[str], **options: Any) -> int:
     Raises:
         FileNotFoundError: the program does not exist.
     """
-    with passing_on() as (programs, _):
-        process = started(command, **options)
+    with pass_on_signals() as (programs, _):
+        process = start_program(command, **options)
         programs.append(process)
         return process.wait()
 
@@ -55,17 +55,17 @@ def run_launcher(command: Sequence[str]) -> int:
     """
     with tempfile.TemporaryDirectory(prefix="trainwright-") as directory:
         file = Path(directory) / "codes"
-        with passing_on(_STOPS_OF_LAUNCHERS) as (programs, _):
+        with pass_on_signals(_STOPS_OF_LAUNCHERS) as (programs, _):
             try:
-                variables = {**_variables(command), CODES_FILE: str(file)}
-                programs.append(started(command, ignored=tuple(_STOPS_OF_LAUNCHERS), env=variables))
+                variables = {**_build_environment(command), CODES_FILE: str(file)}
+                programs.append(start_program(command, ignored=tuple(_STOPS_OF_LAUNCHERS), env=variables))
             except FileNotFoundError:
                 raise RequestError(f"COMMAND: {command[0]}: program not found") from None
             code = programs[0].wait()
-        return recorded_code(file, code if code >= 0 else 128 - code)
+        return read_exit_code(file, code if code >= 0 else 128 - code)
 
 
-def _variables(command: Sequence[str]) -> dict[str, str]:
+def _build_environment(command: Sequence[str]) -> dict[str, str]:
     """Return the environment of a launcher, in which the user's own variables count.
 
     If torchrun's nodes may come and go, each round of its rendezvous is to have a store of its own: with the one that
@@ -76,7 +76,7 @@ def _variables(command: Sequence[str]) -> dict[str, str]:
     return {**_TIME_TO_STOP, **(_SEPARATE_STORES if _RANGE_OF_NODES.search(words) else {}), **os.environ}
 
 
-def started(command: Sequence[str], ignored: Sequence[int] = (), **options: Any) -> subprocess.Popen[Any]:
+def start_program(command: Sequence[str], ignored: Sequence[int] = (), **options: Any) -> subprocess.Popen[Any]:
     """Start ``command``, which gets SIGTERM when this process dies in any way and ignores some signals."""
     if not sys.platform.startswith("linux"):
         return subprocess.Popen(command, **options)
@@ -92,7 +92,7 @@ def started(command: Sequence[str], ignored: Sequence[int] = (), **options: Any)
 
 
 @contextmanager
-def passing_on(
+def pass_on_signals(
     sent: Mapping[int, int] = MappingProxyType({}),
 ) -> Iterator[tuple[list[subprocess.Popen[Any]], list[int]]]:
     """While entered, pass stop signals to the programs in the first list and record them in the second one.
@@ -100,13 +100,13 @@ def passing_on(
     ``sent``: the signals that programs get in the place of others. Outside the main thread signals cannot be handled,
     and stay as they are.
     """
-    doing("")  # the program has the terminal now
+    begin_activity("")  # the program has the terminal now
     programs: list[subprocess.Popen[Any]] = []
     requested: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         requested.append(number)
-        if number == signal.SIGINT and _in_foreground():
+        if number == signal.SIGINT and _is_in_foreground():
             return  # the terminal has already sent it to all of them
         for program in programs:
             program.send_signal(sent.get(number, number))
@@ -123,7 +123,7 @@ def passing_on(
             signal.signal(number, handler)
 
 
-def _in_foreground() -> bool:
+def _is_in_foreground() -> bool:
     """Return whether a ctrl-C at the terminal goes to this process and its children."""
     try:
         terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY)

@@ -23,7 +23,7 @@ from trainwright.engine.events import Event, Fault, Restart
 from trainwright.errors import EXIT_TRAINING
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.schema import RecipeSchema
-from trainwright.recipe.sections.fields import rate_of
+from trainwright.recipe.sections.fields import parse_rate
 from trainwright.run import run_directory
 from trainwright.run.shutdown.failure import FROM_OUTSIDE, Cause, Failure, MemoryFailure, raise_failure
 from trainwright.utils.paths import write_file
@@ -70,19 +70,19 @@ class Relaunch:
     def _halve(self, ran_out: MemoryFailure) -> Fault | None:
         """Halve the micro-batch in the run's recipe; return the event, or None if another launch is of no use."""
         from trainwright.engine.policies.micro_batch_halving import (  # these import torch
-            halved,
-            reason,
-            rows_of,
-            with_rows,
+            count_rows,
+            explain_halving,
+            halve_rows,
+            set_rows,
         )
 
         recipe = load_recipe(self._run / run_directory.RECIPE)
-        rows = rows_of(recipe, ran_out.rows)
+        rows = count_rows(recipe, ran_out.rows)
         if rows == 1 or not ran_out.in_training or not self._trained():
             return None
-        text = run_directory.recipe_text(with_rows(recipe, halved(rows)))
+        text = run_directory.format_recipe(set_rows(recipe, halve_rows(rows)))
         try:
-            run_directory.change(self._run, text, reason(halved(rows), rows, ran_out.step))
+            run_directory.change_recipe(self._run, text, explain_halving(halve_rows(rows), rows, ran_out.step))
         except OSError:  # the workers would read the old one
             return None
         self._started_at = time.time()
@@ -91,7 +91,7 @@ class Relaunch:
             kind="out_of_memory",
             rank=ran_out.rank,
             detail=ran_out.detail + ("" if ran_out.step is None else f", at step {ran_out.step}"),
-            action=f"micro-batch {rows} -> {halved(rows)}; started again from the newest checkpoint",
+            action=f"micro-batch {rows} -> {halve_rows(rows)}; started again from the newest checkpoint",
         )
 
     def _trained(self) -> bool:
@@ -118,21 +118,21 @@ def take_replan(run: Path) -> tuple[RecipeSchema, int | None] | None:
         offer: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         file.unlink()
         before = load_recipe(run / run_directory.RECIPE)
-        recipe, seconds = _changed(before, offer), float(offer["seconds"])
+        recipe, seconds = _apply_offer(before, offer), float(offer["seconds"])
     except (OSError, ValueError, LookupError, TypeError, RecursionError):  # the run may be anybody's
         return None
-    text = run_directory.recipe_text(recipe)
+    text = run_directory.format_recipe(recipe)
     for section, keys in (("parallel", _PARALLEL), ("train", _TRAIN)):
         for key in keys:
             old, new = getattr(getattr(before, section), key), getattr(getattr(recipe, section), key)
             if old != new:
                 why = f"{section}.{key} {new}: {old} was slower than planned (train.replan: auto)"
-                run_directory.change(run, text, why)
-    run_directory.expect(run, {"step_time": seconds}, offer)
+                run_directory.change_recipe(run, text, why)
+    run_directory.replace_predictions(run, {"step_time": seconds}, offer)
     return recipe, offer.get("threads")
 
 
-def _changed(recipe: RecipeSchema, offer: Mapping[str, Any]) -> RecipeSchema:
+def _apply_offer(recipe: RecipeSchema, offer: Mapping[str, Any]) -> RecipeSchema:
     values = recipe.model_dump()
     values["parallel"].update({key: offer[key] for key in _PARALLEL})
     values["train"].update({key: offer[key] for key in _TRAIN})
@@ -167,7 +167,7 @@ class Restarts:
         self, run: Path, allowed: str, clock: Callable[[], float] = time.time, started_at: float | None = None
     ) -> None:
         self._run, self._allowed, self._clock = run, allowed, clock
-        self._rate = rate_of(allowed)
+        self._rate = parse_rate(allowed)
         self._times: list[float] = []
         self._failures: list[tuple[int | None, str]] = []
         self._stuck: tuple[int | None, int] = (None, 0)
@@ -187,14 +187,14 @@ class Restarts:
         if failure.cause not in FROM_OUTSIDE:
             if failure.cause is Cause.ERROR and step is None:
                 return failure
-            key = step, _essence(failure.message)
+            key = step, _extract_essence(failure.message)
             if key in self._failures:
-                why = f"\nnot restarted again: the same error happened twice after {_at(step)}"
+                why = f"\nnot restarted again: the same error happened twice after {_describe_step(step)}"
                 return replace(failure, message=failure.message + why, exit_code=EXIT_TRAINING)
             self._failures.append(key)
         stuck = self._stuck[1] if self._stuck[0] == step else 0
         if stuck >= _MAX_STUCK:
-            why = f"\nnot restarted again: {stuck} restarts in a row got no further than {_at(step)}"
+            why = f"\nnot restarted again: {stuck} restarts in a row got no further than {_describe_step(step)}"
             return replace(failure, message=failure.message + why)
         recent = [each for each in self._times if now - each < self._rate.seconds]
         if len(recent) >= self._rate.times:
@@ -244,7 +244,7 @@ class Restarts:
         return steps[-1] if steps else None
 
 
-def _essence(message: str) -> str:
+def _extract_essence(message: str) -> str:
     """Return the part of a failure's message that is the same on every rank and in every launch."""
     different = _DIFFERENT_CALLS.search(message)
     if different is not None:
@@ -253,5 +253,5 @@ def _essence(message: str) -> str:
     return _FAILED_RANK.sub("", lines[-1]).partition(" at 0x")[0] if lines else ""
 
 
-def _at(step: int | None) -> str:
+def _describe_step(step: int | None) -> str:
     return "the start" if step is None else f"step {step}"

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Protocol
 
 from trainwright.engine.checkpoints.parent import ParentCheckpoint
-from trainwright.engine.checkpoints.remote_store import RemoteStore, default_name, name_in_stores
+from trainwright.engine.checkpoints.remote_store import RemoteStore, choose_default_name, name_in_stores
 from trainwright.errors import MachineError, RequestError, Stopped, TrainwrightError
 from trainwright.machine.machine import Machine
 from trainwright.parallel.zero import deepspeed_config
-from trainwright.recipe.checks import implied_strategy, usable_processes, with_processes
-from trainwright.recipe.extensions import Registry, check_named, modules_of_user
+from trainwright.recipe.checks import find_implied_strategy, list_usable_processes, set_processes
+from trainwright.recipe.extensions import Registry, check_named, find_user_modules
 from trainwright.recipe.loading import is_override, load_recipe
 from trainwright.recipe.observer_spec import check_installed
 from trainwright.recipe.optimizer_spec import check_optimizer
@@ -31,17 +31,17 @@ from trainwright.run import run_directory
 from trainwright.run.resolve import Resolved, resolve
 from trainwright.run.resuming import (
     bring_up_to_date,
+    build_store,
     discard_fetched,
-    fetch,
+    fetch_run,
     is_url,
-    resumed_recipe,
-    store_of,
-    stores_of,
+    list_stores,
+    load_resumed_recipe,
 )
 from trainwright.run.shutdown.requests import Deadline
 from trainwright.utils.installation import FIRST
-from trainwright.utils.paths import user_path
-from trainwright.utils.text import ranges, say
+from trainwright.utils.paths import expand_user_path
+from trainwright.utils.text import format_ranges, say
 
 AUTO = "auto"  # of --resume
 _DIRECTORY = f"{run_directory.DIRECTORY_KEY}="
@@ -97,7 +97,7 @@ class TrainingRequest:
         recipe = [] if self.recipe is None else [str(self.recipe)]
         return [*recipe, *self.overrides]
 
-    def with_number(self) -> list[str]:
+    def list_overrides(self) -> list[str]:
         """Return the overrides, including the number of processes."""
         count, overrides = self.num_processes, list(self.overrides)
         if count is None:
@@ -132,7 +132,7 @@ class RunRequest:
     force: bool = False
 
     @contextmanager
-    def opened(self, resolved: Resolved, stopped: Callable[[], bool] = lambda: False) -> Iterator[Path]:
+    def open_directory(self, resolved: Resolved, stopped: Callable[[], bool] = lambda: False) -> Iterator[Path]:
         """Lock the run's directory, created if the run is new; take what it has done on other machines since.
 
         Args:
@@ -145,7 +145,7 @@ class RunRequest:
         """
         key = resolved.recipe.logging.run_directory
         run = self.run or run_directory.create(key, self.stem, in_place=self.in_place)
-        with run_directory.only_launch(run, stopped):
+        with run_directory.lock_run(run, stopped):
             if self.in_place and (run / run_directory.RECIPE).is_file():
                 raise Stopped(f"{run} was begun by another process meanwhile; run the same command again to resume it")
             if self.run is not None:
@@ -153,7 +153,7 @@ class RunRequest:
             yield run
 
     def _bring_up_to_date(self, run: Path, recipe: RecipeSchema) -> None:
-        stores = [*([store_of(self.url)] if self.url else []), *stores_of(recipe.checkpoint.copies, run)]
+        stores = [*([build_store(self.url)] if self.url else []), *list_stores(recipe.checkpoint.copies, run)]
         if stores:
             bring_up_to_date(run, stores)
 
@@ -162,9 +162,9 @@ class RunRequest:
         if self.fetched and self.run is not None:
             discard_fetched(self.run)
 
-    def undone_on_error(self, run: Path) -> AbstractContextManager[None]:
+    def undo_on_error(self, run: Path) -> AbstractContextManager[None]:
         """Undo what is written into the run's directory on an exception in the context."""
-        return run_directory.undone_on_error(run, created=self.run is None, keep=self.in_place)
+        return run_directory.undo_on_error(run, created=self.run is None, keep=self.in_place)
 
     def discard_unstarted(self, run: Path) -> None:
         """Remove the directory of a new run in which nothing was trained."""
@@ -174,17 +174,17 @@ class RunRequest:
     def record(self, run: Path, resolved: Resolved) -> str:
         """Write the resolved recipe and its plan into the run's directory; return the recipe's text."""
         processes, recipe = self.recipe.parallel.num_processes, resolved.recipe
-        text = run_directory.recipe_text(
-            with_processes(recipe, processes) if isinstance(processes, ProcessRange) else recipe
+        text = run_directory.format_recipe(
+            set_processes(recipe, processes) if isinstance(processes, ProcessRange) else recipe
         )
         run_directory.record(run, text, self.stem, resolved.reasons, resolved.plan.document, resolved.chosen)
         if self.run is None:
-            named = [name for names in _named(recipe).values() for name in names]
-            run_directory.keep_modules(run, modules_of_user(named))
+            named = [name for names in _list_extensions(recipe).values() for name in names]
+            run_directory.keep_modules(run, find_user_modules(named))
         return text
 
 
-def request_of(
+def build_request(
     recipe: Path | Tree | None, overrides: list[str], resume: str | None, settings: LauncherSettings | None = None
 ) -> RunRequest:
     """Return the request for ``recipe``; the settings of another launcher override it, and ``overrides`` override both.
@@ -196,26 +196,26 @@ def request_of(
     if recipe is None and not resume:
         raise RequestError("no recipe; pass one, for instance: " + FIRST.format("train"))
     if resume == AUTO:
-        return _started_or_new(recipe, overrides, settings)
+        return _resume_or_begin(recipe, overrides, settings)
     reasons: tuple[str, ...] = ()
     if resume is None:
         assert recipe is not None
         if settings is not None:
             overrides, reasons = settings.over(recipe, overrides)
-        return _forked(RunRequest(load_recipe(recipe, overrides), _stem_of(recipe), None, reasons))
+        return _fork_request(RunRequest(load_recipe(recipe, overrides), _choose_stem(recipe), None, reasons))
     if is_url(resume):
-        return _fetched(resume, recipe, overrides, settings)
-    run = _run_of(resume, recipe, overrides)
+        return _fetch_request(resume, recipe, overrides, settings)
+    run = _find_run(resume, recipe, overrides)
     run_directory.check_files(run)
     recipe_file = run / run_directory.RECIPE
     if settings is not None:
         overrides, reasons = settings.over(recipe or recipe_file, overrides, resumed=recipe is None)
-    resumed = resumed_recipe(run, recipe, overrides)
+    resumed = load_resumed_recipe(run, recipe, overrides)
     everything = tuple(dict.fromkeys((*resumed.reasons, *reasons)))
-    return RunRequest(resumed.recipe, run_directory.stem_of(recipe_file), run, everything, resumed.chosen)
+    return RunRequest(resumed.recipe, run_directory.choose_stem(recipe_file), run, everything, resumed.chosen)
 
 
-def _forked(request: RunRequest) -> RunRequest:
+def _fork_request(request: RunRequest) -> RunRequest:
     """Return a new run's request with the checkpoint that ``train.fork`` names, if it is set."""
     train = request.recipe.train
     if train.fork is None:
@@ -226,38 +226,38 @@ def _forked(request: RunRequest) -> RunRequest:
     return replace(request, recipe=recipe, reasons=(*request.reasons, reason))
 
 
-def _fetched(
+def _fetch_request(
     url: str, recipe: Path | Tree | None, overrides: list[str], settings: LauncherSettings | None
 ) -> RunRequest:
     """Return the request for a run in a remote store, in `logging.run_directory` or runs/<its name> of this machine."""
-    store = store_of(url)
+    store = build_store(url)
     path = ("logging", "run_directory")
     directory_overrides = [each.removeprefix(_DIRECTORY) for each in overrides if each.startswith(_DIRECTORY)]
     directories = [str(parse_value(each, "the command line", path)[0]) for each in directory_overrides]
     name = url.rstrip("/").rpartition("/")[2]
-    run = user_path(directories[-1]) if directories and directories[-1] != AUTO else run_directory.RUNS / name
-    fetched = fetch([store], run, name)
+    run = expand_user_path(directories[-1]) if directories and directories[-1] != AUTO else run_directory.RUNS / name
+    fetched = fetch_run([store], run, name)
     if not (run / run_directory.RECIPE).is_file():
         raise RequestError(f"--resume: {url} has no complete copy of a run; correct it, or start a new run")
     rest = [each for each in overrides if not each.startswith(_DIRECTORY)]
-    return _discarded_on_error(fetched, run, recipe, rest, settings, url)
+    return _build_or_discard(fetched, run, recipe, rest, settings, url)
 
 
-def _started_or_new(recipe: Path | Tree | None, overrides: list[str], settings: LauncherSettings | None) -> RunRequest:
+def _resume_or_begin(recipe: Path | Tree | None, overrides: list[str], settings: LauncherSettings | None) -> RunRequest:
     if recipe is None:
         raise RequestError("--resume auto: no recipe; pass one, or name the run: trainwright train --resume RUN")
     loaded = load_recipe(recipe, overrides)
-    run = run_directory.own_directory(loaded.logging.run_directory, _stem_of(recipe))
-    there = run_directory.with_directory(overrides, run)
+    run = run_directory.choose_own_directory(loaded.logging.run_directory, _choose_stem(recipe))
+    there = run_directory.set_directory(overrides, run)
     has_started, fetched = (run / run_directory.RECIPE).is_file(), False
     if not has_started and loaded.checkpoint.copies:
-        has_started = fetched = fetch(stores_of(loaded.checkpoint.copies, run), run)
+        has_started = fetched = fetch_run(list_stores(loaded.checkpoint.copies, run), run)
     if not has_started:
-        return replace(request_of(recipe, there, None, settings), in_place=True)
-    return _discarded_on_error(fetched, run, recipe, there, settings)
+        return replace(build_request(recipe, there, None, settings), in_place=True)
+    return _build_or_discard(fetched, run, recipe, there, settings)
 
 
-def _discarded_on_error(
+def _build_or_discard(
     fetched: bool,
     run: Path,
     recipe: Path | Tree | None,
@@ -266,33 +266,33 @@ def _discarded_on_error(
     url: str | None = None,
 ) -> RunRequest:
     try:
-        return replace(request_of(recipe, overrides, str(run), settings), fetched=fetched, url=url)
+        return replace(build_request(recipe, overrides, str(run), settings), fetched=fetched, url=url)
     except TrainwrightError:
         if fetched:
             discard_fetched(run)
         raise
 
 
-def _run_of(resume: str, recipe: Path | Tree | None, overrides: list[str]) -> Path:
+def _find_run(resume: str, recipe: Path | Tree | None, overrides: list[str]) -> Path:
     """Return the run that --resume refers to: the one named, that of its own recipe, or the recipe's newest."""
     if recipe is None or resume:
         return run_directory.find(resume, "auto", "")
-    loaded, file = load_recipe(recipe, overrides), _file(recipe)
-    recorded = None if file is None else run_directory.run_of(file)
-    return recorded or run_directory.find("", loaded.logging.run_directory, _stem_of(recipe))
+    loaded, file = load_recipe(recipe, overrides), _find_file(recipe)
+    recorded = None if file is None else run_directory.find_run(file)
+    return recorded or run_directory.find("", loaded.logging.run_directory, _choose_stem(recipe))
 
 
-def _stem_of(recipe: Path | Tree) -> str:
+def _choose_stem(recipe: Path | Tree) -> str:
     """Return the name stem for runs of a recipe."""
-    file = _file(recipe)
-    return "recipe" if file is None else run_directory.stem_of(file)
+    file = _find_file(recipe)
+    return "recipe" if file is None else run_directory.choose_stem(file)
 
 
-def _file(recipe: Path | Tree) -> Path | None:
+def _find_file(recipe: Path | Tree) -> Path | None:
     return recipe.file if isinstance(recipe, Tree) else recipe
 
 
-def for_started(request: RunRequest, processes: int, launcher: str) -> RunRequest:
+def set_started_processes(request: RunRequest, processes: int, launcher: str) -> RunRequest:
     """Return the request for the number of processes that a launcher has started.
 
     Raises MachineError if the recipe sets another number, RequestError if its strategy does not support this number.
@@ -306,10 +306,11 @@ def for_started(request: RunRequest, processes: int, launcher: str) -> RunReques
         )
     written = parallel.num_processes
     if isinstance(written, ProcessRange):
-        usable = usable_processes(request.recipe, written)
+        usable = list_usable_processes(request.recipe, written)
         if processes not in usable:
             raise MachineError(
-                f"parallel.num_processes: the recipe allows {ranges(usable, ' to ')} processes, but {launcher} started "
+                f"parallel.num_processes: the recipe allows {format_ranges(usable, ' to ')} processes, but {launcher} "
+                "started "
                 f"{processes}; start as many as it allows, or change its range ({written})"
             )
         reasons += (f"parallel.num_processes {processes}: the number that {launcher} started, of {written}",)
@@ -322,7 +323,7 @@ def for_started(request: RunRequest, processes: int, launcher: str) -> RunReques
             f"{'es' * (written > 1)}, but {launcher} started {processes}; start "
             f"{written}, or set it to {processes} or auto"
         )
-    return replace(request, recipe=with_processes(request.recipe, processes), reasons=reasons)
+    return replace(request, recipe=set_processes(request.recipe, processes), reasons=reasons)
 
 
 def check_nodes(recipe: RecipeSchema, nodes: int) -> None:
@@ -360,7 +361,7 @@ def resolve_request(request: RunRequest, machine: Machine, nodes: int = 1, check
     """
     from trainwright.models.resolve_model import check_available
 
-    recipe = request.recipe if request.started is None else with_processes(request.recipe, request.started)
+    recipe = request.recipe if request.started is None else set_processes(request.recipe, request.started)
     try:
         if recipe.has_texts:
             check_available(recipe.model)  # a plan of a model that cannot be trained here would mislead
@@ -386,12 +387,12 @@ def check_request(request: RunRequest, creates: bool = True) -> None:
     recipe = request.recipe
     if creates and request.run is None and recipe.logging.run_directory != "auto":
         check_directory = run_directory.check_not_started if request.in_place else run_directory.check_new
-        check_directory(user_path(recipe.logging.run_directory))
+        check_directory(expand_user_path(recipe.logging.run_directory))
     if creates and recipe.push is not None:
-        from trainwright.models.resolve_model import hub_token
+        from trainwright.models.resolve_model import read_hub_token
 
-        hub_token("push.repository: ")
-    strategy, _ = implied_strategy(recipe.parallel) or (recipe.parallel.strategy, "")
+        read_hub_token("push.repository: ")
+    strategy, _ = find_implied_strategy(recipe.parallel) or (recipe.parallel.strategy, "")
     if strategy != AUTO:  # the plan chooses only strategies whose library is installed
         check_library(strategy)
     check_optimizer(recipe.optimizer.name)
@@ -411,7 +412,7 @@ def _check_copies(recipe: RecipeSchema, run: Path | None, new: bool) -> None:
     A store that cannot be reached keeps only a new run from starting; one that has begun goes on without it.
     """
     directory = recipe.logging.run_directory
-    new_name = "" if directory == AUTO else default_name(user_path(directory))
+    new_name = "" if directory == AUTO else choose_default_name(expand_user_path(directory))
     name = new_name if run is None else name_in_stores(run)
     for where in recipe.checkpoint.copies:
         store = RemoteStore(where, name)
@@ -440,7 +441,7 @@ def check_extensions(recipe: RecipeSchema, *, runs: bool) -> None:
     if recipe.model.is_own:
         check_named(recipe.model.implementation, f"model.implementation {recipe.model.implementation}")
     for check in (Registry.look_for, Registry.get) if runs else (Registry.check,):
-        for key, names in _named(recipe).items():
+        for key, names in _list_extensions(recipe).items():
             for name in names:
                 try:
                     check(KEYS[key], name)
@@ -448,7 +449,7 @@ def check_extensions(recipe: RecipeSchema, *, runs: bool) -> None:
                     raise RequestError(f"{key}: {error}") from error
 
 
-def _named(recipe: RecipeSchema) -> dict[str, list[str]]:
+def _list_extensions(recipe: RecipeSchema) -> dict[str, list[str]]:
     """Return the extensions that only training and evaluation need, by key."""
     return {
         "train.step_policies": recipe.train.step_policies,

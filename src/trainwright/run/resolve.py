@@ -1,7 +1,7 @@
 """Give every `auto` of a recipe a value, with a reason, and refuse what this machine cannot run. Imports no torch.
 
 A planner chooses the values, if there is one (``recipe/registries.py``, PLANNERS); otherwise they follow from simple
-rules (``by_default``), which predict neither memory nor time.
+rules (``choose_values``), which predict neither memory nor time.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainwright.engine.checkpoints.saving import auto_reason
+from trainwright.engine.checkpoints.saving import explain_auto_interval
 from trainwright.errors import MachineError, RequestError
-from trainwright.machine.accelerators import Build, installed_build, with_device
-from trainwright.machine.catalog import possible_float8, why_no_float8
-from trainwright.machine.describe import Cluster, cluster_of
+from trainwright.machine.accelerators import Build, read_installed_build, restrict_to_device
+from trainwright.machine.catalog import explain_no_float8, list_possible_float8
+from trainwright.machine.describe import Cluster, build_cluster
 from trainwright.machine.machine import Machine
-from trainwright.machine.processor import why_no_triton
-from trainwright.machine.vendors import why_not_on
+from trainwright.machine.processor import explain_no_triton
+from trainwright.machine.vendors import explain_missing_feature
 from trainwright.models.fused.choice import is_fused, refuse_missing
 from trainwright.parallel.zero import deepspeed_config
-from trainwright.recipe.checks import contradictions, implied_strategy, usable_processes, with_processes
-from trainwright.recipe.problems import contradictions_in
+from trainwright.recipe.checks import find_implied_strategy, list_contradictions, list_usable_processes, set_processes
+from trainwright.recipe.problems import extract_contradictions
 from trainwright.recipe.registries import OPTIMIZERS, PLANNERS
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.parallel import ProcessRange
-from trainwright.recipe.strategy_spec import all_specs, spec_of
-from trainwright.utils.text import ranges
+from trainwright.recipe.strategy_spec import load_strategies, look_up_strategy
+from trainwright.utils.text import format_ranges
 
 
 @dataclass(frozen=True)
@@ -103,27 +103,27 @@ def resolve(recipe: RecipeSchema, machine: Machine, nodes: int = 1, check_gpus: 
         MachineError: a device that is not present or not usable, or a precision that it cannot compute in.
     """
     requested, elastic = recipe, recipe.parallel.num_processes
-    machine = with_device(machine, recipe.parallel.device)
-    recipe, remarks = possible(recipe, cluster_of(machine, nodes), check_gpus)
-    planners = PLANNERS.present() or [by_default]
+    machine = restrict_to_device(machine, recipe.parallel.device)
+    recipe, remarks = apply_implied_values(recipe, build_cluster(machine, nodes), check_gpus)
+    planners = PLANNERS.present() or [choose_values]
     plan: Planned = planners[-1](recipe, machine, nodes)
     if sys.platform == "darwin" and machine.is_here:
         remarks.append("parallel.device cpu: macOS is experimental; training uses the CPU, and not Apple's GPU (MPS)")
     if recipe.checkpoint.every == "auto":
-        remarks.append(auto_reason(recipe.faults.mean_time_between))
-    resolved = filled(recipe, plan.values, machine.device)
+        remarks.append(explain_auto_interval(recipe.faults.mean_time_between))
+    resolved = fill_auto_values(recipe, plan.values, machine.device)
     usable: tuple[int, ...] = ()
     if isinstance(elastic, ProcessRange):
         largest = int(resolved.parallel.processes)
-        allowed = tuple(n for n in usable_processes(resolved, elastic) if n <= largest)
-        usable = _fitting(resolved, allowed, plan.fits)
-        numbers = ranges(allowed, " to ")
+        allowed = tuple(n for n in list_usable_processes(resolved, elastic) if n <= largest)
+        usable = _select_fitting(resolved, allowed, plan.fits)
+        numbers = format_ranges(allowed, " to ")
         remarks.append(f"parallel.num_processes: the run has as many of {numbers} processes as there are GPUs or slots")
         if len(usable) < len(allowed):
-            few = ranges(allowed[: -len(usable)], " to ")
+            few = format_ranges(allowed[: -len(usable)], " to ")
             remarks.append(f"parallel.num_processes: with {few} the run does not fit, so it waits for {usable[0]}")
-        requested = with_processes(requested, usable[-1])
-    chosen = tuple(_different(requested, resolved))
+        requested = set_processes(requested, usable[-1])
+    chosen = tuple(_list_changed_keys(requested, resolved))
     return Resolved(resolved, (*plan.reasons, *remarks), plan, chosen, usable)
 
 
@@ -131,7 +131,7 @@ def resolve(recipe: RecipeSchema, machine: Machine, nodes: int = 1, check_gpus: 
 _MICRO_BATCH_TOKENS = 8192
 
 
-def by_default(recipe: RecipeSchema, machine: Machine, nodes: int) -> Planned:
+def choose_values(recipe: RecipeSchema, machine: Machine, nodes: int) -> Planned:
     """Choose values without predictions: the simplest strategy, one process per GPU or two on a CPU, the precision of
     the device, and the largest micro-batch of a usual size, which is tested before training.
 
@@ -140,16 +140,16 @@ def by_default(recipe: RecipeSchema, machine: Machine, nodes: int) -> Planned:
     """
     parallel = recipe.parallel
     if isinstance(parallel.num_processes, ProcessRange):
-        processes = usable_processes(recipe, parallel.num_processes)[-1]
+        processes = list_usable_processes(recipe, parallel.num_processes)[-1]
     elif parallel.num_processes == "auto":
-        processes = 1 if parallel.is_one_process else on_nodes(recipe, machine, nodes)[0]
+        processes = 1 if parallel.is_one_process else list_process_counts(recipe, machine, nodes)[0]
     else:
         processes = parallel.num_processes
-    strategy = _simplest_strategy(processes) if parallel.strategy == "auto" else parallel.strategy
+    strategy = _choose_simplest_strategy(processes) if parallel.strategy == "auto" else parallel.strategy
     precision = "bf16" if machine.gpus and machine.has_bf16 else "no"
     choices: dict[str, dict[str, Any]] = {
         "train": {
-            "micro_batch_size": _micro_batch_size(recipe, processes),
+            "micro_batch_size": _choose_micro_batch_size(recipe, processes),
             "mixed_precision": precision,
             "activation_checkpointing": "none",
             "compile": False,
@@ -170,15 +170,15 @@ def by_default(recipe: RecipeSchema, machine: Machine, nodes: int) -> Planned:
     return Planned(values, tuple(reasons), summary, is_close=True)
 
 
-def _simplest_strategy(processes: int) -> str:
+def _choose_simplest_strategy(processes: int) -> str:
     return next(
         name
-        for name, spec in all_specs().items()
+        for name, spec in load_strategies().items()
         if not spec.shards and spec.least_processes <= processes <= (spec.most_processes or processes)
     )
 
 
-def _micro_batch_size(recipe: RecipeSchema, processes: int) -> int | str:
+def _choose_micro_batch_size(recipe: RecipeSchema, processes: int) -> int | str:
     train, share = recipe.train, math.ceil(recipe.batch_rows / processes)
     steps, packed = train.gradient_accumulation_steps, recipe.data.pack_length is not None
     if packed:  # how many packs a batch has depends on the data
@@ -195,7 +195,7 @@ def _micro_batch_size(recipe: RecipeSchema, processes: int) -> int | str:
     return rows
 
 
-def on_nodes(recipe: RecipeSchema, machine: Machine, nodes: int) -> tuple[int, ...]:
+def list_process_counts(recipe: RecipeSchema, machine: Machine, nodes: int) -> tuple[int, ...]:
     """Return the numbers of processes to try on ``nodes`` machines like this one, as many on each.
 
     First the number with which each process has an example, or if the rest of the recipe does not allow it, the nearest
@@ -204,21 +204,23 @@ def on_nodes(recipe: RecipeSchema, machine: Machine, nodes: int) -> tuple[int, .
     usual = len(machine.gpus) or min(2, machine.cpu_cores)  # more than two on a CPU gain nothing
     busy = max(1, min(usual, recipe.batch_rows // nodes))
     others = chain(range(busy, 0, -1), range(busy + 1, (len(machine.gpus) or machine.cpu_cores) + 1))
-    each = next((n for n in others if not contradictions(with_processes(recipe, n * nodes))), busy)
-    idle = bool(machine.gpus) and not contradictions(with_processes(recipe, usual * nodes))
+    each = next((n for n in others if not list_contradictions(set_processes(recipe, n * nodes))), busy)
+    idle = bool(machine.gpus) and not list_contradictions(set_processes(recipe, usual * nodes))
     return tuple(dict.fromkeys((each * nodes, usual * nodes if idle else each * nodes)))
 
 
-def _fitting(recipe: RecipeSchema, allowed: tuple[int, ...], fits: Callable[[RecipeSchema], bool]) -> tuple[int, ...]:
+def _select_fitting(
+    recipe: RecipeSchema, allowed: tuple[int, ...], fits: Callable[[RecipeSchema], bool]
+) -> tuple[int, ...]:
     """Return the allowed numbers of processes on which a resolved recipe fits: with fewer, shards are larger."""
     spec = recipe.parallel.spec
     if spec is None or not spec.shards:
         return allowed
     largest, *fewer = reversed(allowed)
-    return (*sorted(takewhile(lambda n: fits(with_processes(recipe, n)), fewer)), largest)
+    return (*sorted(takewhile(lambda n: fits(set_processes(recipe, n)), fewer)), largest)
 
 
-def filled(recipe: RecipeSchema, chosen: Mapping[str, Mapping[str, Any]], device: str) -> RecipeSchema:
+def fill_auto_values(recipe: RecipeSchema, chosen: Mapping[str, Mapping[str, Any]], device: str) -> RecipeSchema:
     """Return the recipe with every `auto` replaced by the value that was chosen, by section and key.
 
     Raises:
@@ -230,19 +232,21 @@ def filled(recipe: RecipeSchema, chosen: Mapping[str, Mapping[str, Any]], device
     values["parallel"]["device"] = device
     if recipe.checkpoint.keep_best == "auto":
         values["checkpoint"]["keep_best"] = recipe.spec.keeps_best and recipe.validates
-    resolved = _checked(recipe, values)
+    resolved = _check_recipe(recipe, values)
     deepspeed_config.check_file(resolved)
     return resolved
 
 
-def _different(requested: RecipeSchema, resolved: RecipeSchema) -> Iterator[str]:
+def _list_changed_keys(requested: RecipeSchema, resolved: RecipeSchema) -> Iterator[str]:
     before, after = requested.model_dump(), resolved.model_dump()
     for section, values in after.items():
         if isinstance(values, dict):
             yield from (f"{section}.{key}" for key, value in values.items() if value != before[section].get(key))
 
 
-def possible(recipe: RecipeSchema, cluster: Cluster, check_gpus: bool = True) -> tuple[RecipeSchema, list[str]]:
+def apply_implied_values(
+    recipe: RecipeSchema, cluster: Cluster, check_gpus: bool = True
+) -> tuple[RecipeSchema, list[str]]:
     """Return the recipe with the strategy and precision that its keys imply, and remarks about running it on
     ``cluster``.
 
@@ -258,7 +262,7 @@ def possible(recipe: RecipeSchema, cluster: Cluster, check_gpus: bool = True) ->
             f"parallel.device: {device}, but the plan for {cluster.name} uses its "
             f"{('GPUs' if device == 'cpu' else 'CPU')}; set it to {cluster.device} or auto"
         )
-    recipe = _with_implied_precision(_with_implied_strategy(recipe, remarks), remarks)
+    recipe = _set_implied_precision(_set_implied_strategy(recipe, remarks), remarks)
     _check_offload(recipe, cluster)
     _check_libraries(recipe, cluster)
     _check_processes(recipe, cluster, remarks, check_gpus)
@@ -269,16 +273,16 @@ def possible(recipe: RecipeSchema, cluster: Cluster, check_gpus: bool = True) ->
     return recipe, remarks
 
 
-def _with_implied_strategy(recipe: RecipeSchema, remarks: list[str]) -> RecipeSchema:
+def _set_implied_strategy(recipe: RecipeSchema, remarks: list[str]) -> RecipeSchema:
     """Return the recipe with the strategy that a strategy-specific key implies."""
-    if (implied := implied_strategy(recipe.parallel)) is None:
+    if (implied := find_implied_strategy(recipe.parallel)) is None:
         return recipe
     name, key = implied
     remarks.append(f"parallel.strategy {name}: required by {key}")
     return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"strategy": name})})
 
 
-def _with_implied_precision(recipe: RecipeSchema, remarks: list[str]) -> RecipeSchema:
+def _set_implied_precision(recipe: RecipeSchema, remarks: list[str]) -> RecipeSchema:
     """Return the recipe with the precision of weights that are kept in bf16."""
     if recipe.optimizer.master_weights or recipe.train.mixed_precision != "auto":
         return recipe
@@ -286,12 +290,12 @@ def _with_implied_precision(recipe: RecipeSchema, remarks: list[str]) -> RecipeS
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"mixed_precision": "bf16"})})
 
 
-def _checked(recipe: RecipeSchema, values: dict[str, Any]) -> RecipeSchema:
+def _check_recipe(recipe: RecipeSchema, values: dict[str, Any]) -> RecipeSchema:
     """Validate the recipe again, because choices may contradict its values."""
     try:
         return type(recipe).model_validate(values)
     except ValidationError as error:
-        contradictions = contradictions_in(error)
+        contradictions = extract_contradictions(error)
         assert contradictions, "every value was valid before"
         raise RequestError("\n".join(f"{item.keys[0]}: {item.message}" for item in contradictions)) from error
 
@@ -336,7 +340,7 @@ def _check_tf32(recipe: RecipeSchema, cluster: Cluster, remarks: list[str]) -> N
     if cluster.device == "cpu":
         raise MachineError("train.tf32: there is no GPU, and a CPU does not compute in TF32; set it to false")
     card = cluster.card
-    if (why := why_not_on(card.vendor, "tf32")) is not None:
+    if (why := explain_missing_feature(card.vendor, "tf32")) is not None:
         raise MachineError(f"train.tf32 {why}")
     if "tf32" not in card.rates and card.capability < (8, 0):
         raise MachineError(
@@ -350,7 +354,7 @@ def _check_tf32(recipe: RecipeSchema, cluster: Cluster, remarks: list[str]) -> N
 def _check_kernels(recipe: RecipeSchema, cluster: Cluster, remarks: list[str]) -> None:
     requested = recipe.model.kernels
     vendor = "CPU" if cluster.device == "cpu" else cluster.card.vendor
-    refuse_missing(requested, vendor, cluster.card.capability, why_no_triton() if cluster.is_here else None)
+    refuse_missing(requested, vendor, cluster.card.capability, explain_no_triton() if cluster.is_here else None)
     if is_fused(requested):
         remarks.append(
             "model.kernels triton: the loss is one kernel, and so are norms, rotary positions and gated activations "
@@ -364,8 +368,8 @@ def _check_float8(recipe: RecipeSchema, cluster: Cluster, remarks: list[str]) ->
         return
     if cluster.device == "cpu":
         remarks.append("train.float8: a CPU rounds as a GPU does, correct but slower than no")
-    elif (why := why_no_float8(cluster.card, scales)) is not None:
-        raise MachineError(f"train.float8: {why}; set it to {next(iter(possible_float8(cluster.card)), 'no')}")
+    elif (why := explain_no_float8(cluster.card, scales)) is not None:
+        raise MachineError(f"train.float8: {why}; set it to {next(iter(list_possible_float8(cluster.card)), 'no')}")
     elif recipe.train.compile is False:
         remarks.append("train.float8: without train.compile, rounding takes longer than products in float8 save")
 
@@ -373,10 +377,10 @@ def _check_float8(recipe: RecipeSchema, cluster: Cluster, remarks: list[str]) ->
 def _check_libraries(recipe: RecipeSchema, cluster: Cluster) -> None:
     """Refuse what needs a library that has no kernels for the devices."""
     strategy = recipe.parallel.strategy
-    library = None if strategy == "auto" else spec_of(strategy).library
-    if library is not None and (why := why_not_on(cluster.card.vendor, library.module)) is not None:
+    library = None if strategy == "auto" else look_up_strategy(strategy).library
+    if library is not None and (why := explain_missing_feature(cluster.card.vendor, library.module)) is not None:
         raise MachineError(f"parallel.strategy: {strategy} {why}")
-    missing = without_bitsandbytes(cluster.card.vendor, installed_build()) if cluster.is_here else None
+    missing = explain_no_bitsandbytes(cluster.card.vendor, read_installed_build()) if cluster.is_here else None
     quantization, optimizer = recipe.model.adapter.quantization, OPTIMIZERS.get(recipe.optimizer.name).library
     if missing is not None and quantization != "none":
         raise MachineError(f"model.adapter.quantization: {quantization} is not possible here: {missing}")
@@ -384,9 +388,9 @@ def _check_libraries(recipe: RecipeSchema, cluster: Cluster) -> None:
         raise MachineError(f"optimizer.name: {recipe.optimizer.name} is not possible here: {missing}")
 
 
-def without_bitsandbytes(vendor: str, build: Build) -> str | None:
+def explain_no_bitsandbytes(vendor: str, build: Build) -> str | None:
     """Return why bitsandbytes has no kernels for the GPUs of a vendor here, or None: its wheels have some for ROCm."""
-    if vendor == "Intel" and (why := why_no_triton()) is not None:
+    if vendor == "Intel" and (why := explain_no_triton()) is not None:
         return f"bitsandbytes {why}"  # its kernels that quantize are Triton's
     spec = find_spec("bitsandbytes")
     if vendor != "AMD" or build.hip is None or spec is None or spec.origin is None:

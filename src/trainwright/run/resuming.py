@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainwright.engine.checkpoints import remote_store
-from trainwright.engine.checkpoints.manifest import CheckpointError, checkpoints_in, step_of
+from trainwright.engine.checkpoints.manifest import CheckpointError, list_checkpoints, step_of
 from trainwright.engine.checkpoints.parent import is_same
 from trainwright.engine.checkpoints.remote_store import EVENTS, RemoteStore, StoredRun
-from trainwright.errors import FaultError, RequestError, TrainwrightError, writes_to
+from trainwright.errors import FaultError, RequestError, TrainwrightError, convert_write_errors
 from trainwright.machine.sharing import lock_file
-from trainwright.recipe.loading import LoadedRecipe, checked, load_recipe, load_with_origins, read_merged
+from trainwright.recipe.loading import LoadedRecipe, check_tree, load_recipe, load_with_origins, read_merged
 from trainwright.recipe.registries import STRATEGIES
 from trainwright.recipe.schema import RecipeSchema
-from trainwright.recipe.strategy_spec import spec_of
-from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, dotted
+from trainwright.recipe.strategy_spec import look_up_strategy
+from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, format_key_path
 from trainwright.run import run_directory
-from trainwright.utils.activity import doing
-from trainwright.utils.paths import user_path, write_file
-from trainwright.utils.text import quoted, say
+from trainwright.utils.activity import begin_activity
+from trainwright.utils.paths import expand_user_path, write_file
+from trainwright.utils.text import quote_word, say
 
 # Sections and keys that may change when a run is resumed.
 _FREE = (
@@ -67,7 +67,7 @@ class ResumedRecipe(NamedTuple):
     chosen: tuple[str, ...]
 
 
-def resumed_recipe(run: Path, path: Path | Tree | None, overrides: Sequence[str]) -> ResumedRecipe:
+def load_resumed_recipe(run: Path, path: Path | Tree | None, overrides: Sequence[str]) -> ResumedRecipe:
     """Return the run's own recipe, changed by ``overrides`` and the recipe at ``path``, if given.
 
     A value that the recipe leaves to auto keeps the run's value; an override with auto chooses it again.
@@ -77,11 +77,11 @@ def resumed_recipe(run: Path, path: Path | Tree | None, overrides: Sequence[str]
     """
     recipe_file = run / run_directory.RECIPE
     before = load_recipe(recipe_file)
-    chosen = run_directory.chosen(run)
-    reset = dict(_chosen_again(before, read_merged(path, overrides), chosen))
-    anew = [f"{dotted(key)}={json.dumps(value)}" for key, value in reset.items()]
+    chosen = run_directory.read_chosen_keys(run)
+    reset = dict(_iterate_open_values(before, read_merged(path, overrides), chosen))
+    anew = [f"{format_key_path(key)}={json.dumps(value)}" for key, value in reset.items()]
     changed = load_with_origins(recipe_file if path is None else path, [*anew, *overrides])
-    changes = [each for each in _changes(before, changed) if each.path != _FORK or not is_same(each.new, each.old)]
+    changes = [each for each in _list_changes(before, changed) if each.path != _FORK or not is_same(each.new, each.old)]
     _refuse(run, path, [change for change in changes if not change.allowed(run)])
     tree = read_merged(recipe_file, ())
     for change in changes:
@@ -90,11 +90,11 @@ def resumed_recipe(run: Path, path: Path | Tree | None, overrides: Sequence[str]
             tree.origins[change.path] = change.origin
     for section, key in reset.keys() & set(_LAYOUT):
         del tree.values[section][key]  # a default that is written counts as asked for
-    recipe = checked(tree, Origin(str(recipe_file))).recipe
+    recipe = check_tree(tree, Origin(str(recipe_file))).recipe
     shown = [change for change in changes if change.path != _DIRECTORY and change.path not in reset]
     lines = [line for change in shown if change.new != "auto" for line in change.lines()]
-    still_true = [line for line in run_directory.reasons(run) if _holds(line, recipe)]
-    asked_for = {dotted(change.path) for change in shown}
+    still_true = [line for line in run_directory.read_reasons(run) if _is_valid_reason(line, recipe)]
+    asked_for = {format_key_path(change.path) for change in shown}
     still_chosen = tuple(key for key in chosen if key not in asked_for)
     return ResumedRecipe(recipe, (*still_true, *(line for line in lines if line not in still_true)), still_chosen)
 
@@ -107,7 +107,7 @@ class _Change(NamedTuple):
 
     def allowed(self, run: Path) -> bool:
         if self.path == _DIRECTORY:
-            return user_path(str(self.new)).resolve() == run.resolve()
+            return expand_user_path(str(self.new)).resolve() == run.resolve()
         if self.path in _MAY_GROW:
             numbers = isinstance(self.old, int | float) and isinstance(self.new, int | float)
             return numbers and self.new > self.old  # type: ignore[operator]
@@ -116,21 +116,27 @@ class _Change(NamedTuple):
     def differences(self, run: Path) -> Iterator[str]:
         origin = f"({self.origin})"
         if self.path == _DIRECTORY:
-            yield f"{dotted(self.path)}: {run} in the run, now {self.new} {origin}"
+            yield f"{format_key_path(self.path)}: {run} in the run, now {self.new} {origin}"
         elif self.path in _MAY_GROW:
             longer = "; a run can only become longer, by the key that its recipe sets"
-            yield f"{dotted(self.path)}: {_text(self.old)} in the run, now {_text(self.new)} {origin}{longer}"
+            yield (
+                f"{format_key_path(self.path)}: {_format_value(self.old)} in the run, now {_format_value(self.new)} "
+                f"{origin}{longer}"
+            )
         else:
-            for path, old, new in _parts(self.path, self.old, self.new):
-                yield f"{dotted(path)}: {_text(old)} in the run, now {_text(new)} {origin}"
+            for path, old, new in _iterate_parts(self.path, self.old, self.new):
+                yield f"{format_key_path(path)}: {_format_value(old)} in the run, now {_format_value(new)} {origin}"
 
     def lines(self) -> Iterator[str]:
-        for path, old, new in _parts(self.path, self.old, self.new):
-            yield f"{dotted(path)} {_text(new)}: {_text(old)} until the run was resumed ({self.origin})"
+        for path, old, new in _iterate_parts(self.path, self.old, self.new):
+            yield (
+                f"{format_key_path(path)} {_format_value(new)}: {_format_value(old)} until the run was resumed "
+                f"({self.origin})"
+            )
 
 
-def _changes(before: RecipeSchema, changed: LoadedRecipe) -> list[_Change]:
-    old, new = _keys(before), _keys(changed.recipe)
+def _list_changes(before: RecipeSchema, changed: LoadedRecipe) -> list[_Change]:
+    old, new = _flatten_keys(before), _flatten_keys(changed.recipe)
     changes = []
     for path in dict.fromkeys([*new, *old]):
         was, now = old.get(path, _ABSENT), new.get(path, _ABSENT)
@@ -142,7 +148,7 @@ def _changes(before: RecipeSchema, changed: LoadedRecipe) -> list[_Change]:
     return changes
 
 
-def _keys(recipe: RecipeSchema) -> dict[KeyPath, object]:
+def _flatten_keys(recipe: RecipeSchema) -> dict[KeyPath, object]:
     sections: dict[KeyPath, object] = {}
     for section, values in recipe.model_dump().items():
         if isinstance(values, dict):
@@ -152,17 +158,17 @@ def _keys(recipe: RecipeSchema) -> dict[KeyPath, object]:
     return sections
 
 
-def _parts(path: KeyPath, old: object, new: object) -> Iterator[tuple[KeyPath, object, object]]:
+def _iterate_parts(path: KeyPath, old: object, new: object) -> Iterator[tuple[KeyPath, object, object]]:
     if not (isinstance(old, dict) and isinstance(new, dict)):
         yield path, old, new
         return
     for key in dict.fromkeys([*new, *old]):
         was, now = old.get(key, _ABSENT), new.get(key, _ABSENT)
         if was != now:
-            yield from _parts((*path, key), was, now)
+            yield from _iterate_parts((*path, key), was, now)
 
 
-def _chosen_again(before: RecipeSchema, stated: Tree, chosen: Sequence[str]) -> Iterator[tuple[KeyPath, object]]:
+def _iterate_open_values(before: RecipeSchema, stated: Tree, chosen: Sequence[str]) -> Iterator[tuple[KeyPath, object]]:
     """Yield the values that depended on the run's strategy and number of processes, if these change and ``stated`` does
     not set them; each with the value that leaves it open.
 
@@ -170,36 +176,36 @@ def _chosen_again(before: RecipeSchema, stated: Tree, chosen: Sequence[str]) -> 
         chosen: the keys whose values nobody wrote when the run began.
     """
     parallel = before.parallel
-    spread = _is_requested(stated, _PROCESSES, _keys(before)[_PROCESSES])
+    spread = _is_requested(stated, _PROCESSES, _flatten_keys(before)[_PROCESSES])
     strategy = _is_requested(stated, _STRATEGY, parallel.strategy)
     if spread:
         # Without sharding the choice depends only on the number of processes, so it is made again for another number.
-        if not spec_of(parallel.strategy).shards and _value(stated, _STRATEGY) == "auto":
+        if not look_up_strategy(parallel.strategy).shards and _look_up_value(stated, _STRATEGY) == "auto":
             yield _STRATEGY, "auto"
-        if _value(stated, _ACCUMULATION) == "auto":
+        if _look_up_value(stated, _ACCUMULATION) == "auto":
             yield _ACCUMULATION, "auto"
-    from_or_to_one = any(_is_one_process(name) for name in (parallel.strategy, _value(stated, _STRATEGY)))
-    if strategy and not spread and from_or_to_one and dotted(_PROCESSES) in chosen:
+    from_or_to_one = any(_is_one_process(name) for name in (parallel.strategy, _look_up_value(stated, _STRATEGY)))
+    if strategy and not spread and from_or_to_one and format_key_path(_PROCESSES) in chosen:
         yield _PROCESSES, "auto"
     if not (spread or strategy):
         return
     for key in _LAYOUT:
-        if dotted(key) in chosen and key not in stated.origins:
+        if format_key_path(key) in chosen and key not in stated.origins:
             yield key, type(parallel).model_fields[key[1]].default
 
 
 def _is_one_process(strategy: object) -> bool:
-    return strategy in STRATEGIES.names() and spec_of(str(strategy)).is_one_process
+    return strategy in STRATEGIES.names() and look_up_strategy(str(strategy)).is_one_process
 
 
 def _is_requested(stated: Tree, key: KeyPath, before: object) -> bool:
     """Return whether a value other than ``before`` is set; auto counts as set in an override, but not in a recipe."""
-    origin, value = stated.origins.get(key), _value(stated, key)
+    origin, value = stated.origins.get(key), _look_up_value(stated, key)
     left_open = origin is None or (value == "auto" and origin.line is not None)
     return not left_open and value != before
 
 
-def _value(tree: Tree, path: KeyPath) -> object:
+def _look_up_value(tree: Tree, path: KeyPath) -> object:
     section = tree.values.get(path[0])
     return section.get(path[1], "auto") if isinstance(section, dict) else "auto"
 
@@ -207,9 +213,12 @@ def _value(tree: Tree, path: KeyPath) -> object:
 def _refuse(run: Path, path: Path | Tree | None, changes: list[_Change]) -> None:
     if not changes:
         return
-    resume = f"trainwright train --resume {quoted(run)}"
+    resume = f"trainwright train --resume {quote_word(run)}"
     if path is None:
-        first, fix = f"--resume {quoted(run)}: these values cannot change when a run is resumed", "remove the override"
+        first, fix = (
+            f"--resume {quote_word(run)}: these values cannot change when a run is resumed",
+            "remove the override",
+        )
     else:
         first = f"{path}: differs from {run}, the run to resume"
         fix = f"restore the value, or leave out the recipe ({resume})"
@@ -217,17 +226,20 @@ def _refuse(run: Path, path: Path | Tree | None, changes: list[_Change]) -> None
     raise RequestError(f"{first}{lines}\n{fix}, or start a new run (without --resume)")
 
 
-def _holds(reason: str, recipe: RecipeSchema) -> bool:
+def _is_valid_reason(reason: str, recipe: RecipeSchema) -> bool:
     """Return whether a line of the run's plan still gives the reason for a value of its recipe."""
     key, _, rest = reason.partition(" ")
     section, _, name = key.rstrip(":").partition(".")
     values = getattr(recipe, section, None)
     if not hasattr(values, name):
         return True  # of a value set over the recipe
-    return not key.endswith(":") and re.match(rf"{re.escape(_text(getattr(values, name)))}(?!\w)", rest) is not None
+    return (
+        not key.endswith(":")
+        and re.match(rf"{re.escape(_format_value(getattr(values, name)))}(?!\w)", rest) is not None
+    )
 
 
-def _text(value: object) -> str:
+def _format_value(value: object) -> str:
     if value is _ABSENT:
         return "nothing"
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
@@ -245,7 +257,7 @@ def is_url(text: str) -> bool:
     return "://" in text
 
 
-def store_of(url: str) -> RemoteStore:
+def build_store(url: str) -> RemoteStore:
     """Return the store of the run that a URL names. Raises RequestError."""
     where, _, name = url.rstrip("/").rpartition("/")
     if not name or where.endswith((":/", ":")):
@@ -253,12 +265,12 @@ def store_of(url: str) -> RemoteStore:
     return RemoteStore(where, name, "--resume")
 
 
-def stores_of(copies: Sequence[str], run: Path) -> list[RemoteStore]:
+def list_stores(copies: Sequence[str], run: Path) -> list[RemoteStore]:
     """Return the stores with copies of a run, by the recipe's ``checkpoint.copies``. Raises RequestError."""
     return [RemoteStore(where, remote_store.name_in_stores(run)) for where in copies]
 
 
-def fetch(stores: Sequence[RemoteStore], run: Path, name: str | None = None) -> bool:
+def fetch_run(stores: Sequence[RemoteStore], run: Path, name: str | None = None) -> bool:
     """Make ``run`` the run whose copies are in ``stores``, by its newest complete copy; its checkpoint comes later.
 
     Nothing is written if the run is there already. Otherwise its recipe is written last, so a directory without one is
@@ -282,7 +294,7 @@ def fetch(stores: Sequence[RemoteStore], run: Path, name: str | None = None) -> 
         if (run / run_directory.RECIPE).is_file():
             _check_same(run, store, stored)
             return
-        with writes_to(run):
+        with convert_write_errors(run):
             run.mkdir(parents=True, exist_ok=True)
             with lock_file(run / _FETCHING, f"waiting for another process that fetches {run}"):
                 written = _fetch_alone(run, store, stored, name)
@@ -312,10 +324,10 @@ def bring_up_to_date(run: Path, stores: Sequence[RemoteStore]) -> None:
     from trainwright.engine.checkpoints.uploader import Abandoned, forget_abandoned, restore
     from trainwright.engine.events import Notice, append_event
 
-    checkpoints, required = run / "checkpoints", bool(run_directory.plan_of(run).get(_WITHOUT_CHECKPOINT))
+    checkpoints, required = run / "checkpoints", bool(run_directory.read_plan(run).get(_WITHOUT_CHECKPOINT))
 
     def take(name: str, store: RemoteStore, stored: StoredRun) -> None:
-        doing(f"reading the copy of {name} in {store.where}")
+        begin_activity(f"reading the copy of {name} in {store.where}")
         _check_same(run, store, stored)
         with store.in_words(FaultError):
             if not stored.begins(run / EVENTS):  # before the checkpoint: if this is killed, it is done again
@@ -326,7 +338,7 @@ def bring_up_to_date(run: Path, stores: Sequence[RemoteStore]) -> None:
             restore(store, name, checkpoints)
         append_event(run / EVENTS, Notice(message=f"{checkpoints / name} is restored from a copy"))
 
-    newest = max(checkpoints_in(checkpoints), default=0)
+    newest = max(list_checkpoints(checkpoints), default=0)
     if not _take_newest(stores, run, take, required=required, after=newest) and required:
         raise RequestError(f"--resume: no copy of {run} can be used: there is none")
 
@@ -354,7 +366,7 @@ def _take_newest(
         RequestError, FaultError: a store cannot be read, or no copy can be used.
         Exception: whatever ``take`` raises other than a CheckpointError, for a damaged copy, or a FaultError.
     """
-    copies, unreadable = _listed(stores)
+    copies, unreadable = _list_copies(stores)
     refused: list[str] = []
     unread: tuple[int, str] | None = None  # the newest copy that cannot be read now, and why
     is_new = False
@@ -387,7 +399,7 @@ def _take_newest(
     return is_new
 
 
-def _listed(stores: Sequence[RemoteStore]) -> tuple[list[tuple[int, str, RemoteStore]], list[TrainwrightError]]:
+def _list_copies(stores: Sequence[RemoteStore]) -> tuple[list[tuple[int, str, RemoteStore]], list[TrainwrightError]]:
     """Return step, name and store of every copy, the newest first, and why stores cannot be read."""
     steps: list[tuple[int, str, RemoteStore]] = []
     unreadable: list[TrainwrightError] = []
@@ -413,7 +425,7 @@ def _fetch_alone(run: Path, store: RemoteStore, stored: StoredRun, name: str | N
     for remnant in _FETCHED:  # by a fetch that was killed
         (run / remnant).unlink(missing_ok=True)
     run_directory.check_not_started(run)
-    with run_directory.only_launch(run):
+    with run_directory.lock_run(run):
         _write(run, store, stored, name)
     (run / _FETCHING).unlink(missing_ok=True)  # a process that waits for it finds the recipe
     return True
@@ -421,7 +433,7 @@ def _fetch_alone(run: Path, store: RemoteStore, stored: StoredRun, name: str | N
 
 def _check_same(run: Path, store: RemoteStore, stored: StoredRun) -> None:
     try:
-        same = remote_store.identity_of(run) == stored.run
+        same = remote_store.compute_identity(run) == stored.run
     except OSError:  # nothing was trained in it
         same = False
     if not same:
@@ -436,7 +448,7 @@ def _write(run: Path, store: RemoteStore, stored: StoredRun, name: str | None) -
     plan = json.loads(stored.plan)
     plan.pop(remote_store.STORED_AS, None)
     plan[_WITHOUT_CHECKPOINT] = True
-    if name is not None and name != remote_store.default_name(run):
+    if name is not None and name != remote_store.choose_default_name(run):
         plan[remote_store.STORED_AS] = name
     write_file(run / run_directory.PLAN, json.dumps(plan, indent=2) + "\n")
     write_file(run / run_directory.RECIPE, stored.recipe)
@@ -446,7 +458,7 @@ def _replace_events(run: Path, store: RemoteStore, stored: StoredRun) -> None:
     scratch = run / f".{EVENTS}"
     try:
         stored.write_events(store, scratch)
-        with writes_to(run):
+        with convert_write_errors(run):
             scratch.replace(run / EVENTS)
     finally:
         scratch.unlink(missing_ok=True)

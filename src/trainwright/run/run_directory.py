@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainwright.engine.checkpoints.remote_store import EVENTS, STORED_AS
-from trainwright.errors import FaultError, MachineError, RequestError, Stopped, unwritable
+from trainwright.errors import FaultError, MachineError, RequestError, Stopped, build_write_error
 from trainwright.machine.sharing import Locked, lock_directory
 from trainwright.recipe.files import parse_json
 from trainwright.recipe.yaml_text import parse_value
 from trainwright.run.shutdown.stop import is_restart
 from trainwright.utils.activity import Activity
-from trainwright.utils.paths import appears, open_inside, user_path, write_file
-from trainwright.utils.text import quoted
+from trainwright.utils.paths import expand_user_path, open_inside, wait_for_text, write_file
+from trainwright.utils.text import quote_word
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import RecipeSchema
@@ -45,9 +45,9 @@ _LEASE_SECONDS, _LOOK_SECONDS = 120.0, 0.5
 _STAMP = r"\d{8}-\d{6}(-\d+)?"
 
 
-def folder_of(key: str) -> Path:
+def choose_folder(key: str) -> Path:
     """Return the folder of the directory that `logging.run_directory` asks for."""
-    return RUNS if key == "auto" else user_path(key).absolute().parent
+    return RUNS if key == "auto" else expand_user_path(key).absolute().parent
 
 
 def create(key: str, stem: str, *, in_place: bool = False) -> Path:
@@ -56,7 +56,7 @@ def create(key: str, stem: str, *, in_place: bool = False) -> Path:
     Raises RequestError if it exists; with `in_place`, if there is something other than a run in it.
     """
     if key != "auto":
-        directory = user_path(key)
+        directory = expand_user_path(key)
         (check_not_started if in_place else check_new)(directory)
         try:
             directory.mkdir(parents=True, exist_ok=in_place)
@@ -77,11 +77,13 @@ def create(key: str, stem: str, *, in_place: bool = False) -> Path:
 def check_new(directory: Path) -> None:
     """Raise RequestError if the directory of a new run already exists."""
     if directory.exists():
-        what = f"; continue that run with --resume {quoted(directory)}, or" if (directory / RECIPE).exists() else ";"
+        what = (
+            f"; continue that run with --resume {quote_word(directory)}, or" if (directory / RECIPE).exists() else ";"
+        )
         raise RequestError(f"logging.run_directory: {directory} exists{what} choose another directory")
 
 
-def override_of(directory: Path) -> str:
+def format_directory_override(directory: Path) -> str:
     """Return the override that names the directory of a run. In YAML, ``a #b`` and ``a: b`` are not read as written."""
     value = str(directory)
     try:
@@ -91,9 +93,12 @@ def override_of(directory: Path) -> str:
     return f"{DIRECTORY_KEY}={value if is_text else json.dumps(value, ensure_ascii=False)}"
 
 
-def with_directory(overrides: Iterable[str], directory: Path) -> list[str]:
+def set_directory(overrides: Iterable[str], directory: Path) -> list[str]:
     """Return overrides with the directory of a run in place of the one that they name."""
-    return [*(each for each in overrides if not each.startswith(f"{DIRECTORY_KEY}=")), override_of(directory)]
+    return [
+        *(each for each in overrides if not each.startswith(f"{DIRECTORY_KEY}=")),
+        format_directory_override(directory),
+    ]
 
 
 def check_files(run: Path) -> None:
@@ -119,11 +124,11 @@ def check_files(run: Path) -> None:
                 ) from None
 
 
-def own_directory(key: str, stem: str) -> Path:
+def choose_own_directory(key: str, stem: str) -> Path:
     """Return the directory of the only run that `--resume auto` begins and resumes: `logging.run_directory`, or
     runs/<stem>; in an array of jobs the directory in it that is named by the job's index.
     """
-    directory = RUNS / stem if key == "auto" else user_path(key)
+    directory = RUNS / stem if key == "auto" else expand_user_path(key)
     element = os.environ.get(ARRAY_ELEMENT, "")
     return directory / element if element.isdigit() else directory
 
@@ -148,7 +153,7 @@ def check_visible(directory: Path, recipe: str, member: str, first: str) -> None
     """Raise MachineError if ``member``, this process, does not see a run's directory, which ``first`` has created, with
     this text of its recipe.
     """
-    if not appears(directory / RECIPE, recipe):
+    if not wait_for_text(directory / RECIPE, recipe):
         raise MachineError(
             f"{member} does not see the run directory {directory}, which {first} created; set logging.run_directory to "
             "a file system that all machines share"
@@ -163,21 +168,21 @@ def find(resume: str, run_directory: str, stem: str) -> Path:
     run.
     """
     if resume or run_directory != "auto":
-        directory = user_path(resume or run_directory)
+        directory = expand_user_path(resume or run_directory)
         if not (directory / RECIPE).is_file():
             raise RequestError(f"--resume: {directory} is not a run: it has no {RECIPE}")
         return directory
     pattern = re.compile(re.escape(stem) + "-" + _STAMP)
     runs = RUNS.iterdir() if RUNS.is_dir() else ()
     stamped = [run for run in runs if pattern.fullmatch(run.name)]
-    candidates = [run for run in (*stamped, own_directory("auto", stem)) if (run / RECIPE).is_file()]
+    candidates = [run for run in (*stamped, choose_own_directory("auto", stem)) if (run / RECIPE).is_file()]
     if not candidates:
         raise RequestError(f"--resume: no run of this recipe under {RUNS}/ ({stem} or {stem}-<date>-<time>)")
     began = {run: run.name.removeprefix(f"{stem}-")[:_STAMP_LENGTH] for run in stamped}
-    return max(candidates, key=lambda run: (began.get(run) or _began(run), run.stat().st_mtime))
+    return max(candidates, key=lambda run: (began.get(run) or _read_begin(run), run.stat().st_mtime))
 
 
-def _began(run: Path) -> str:
+def _read_begin(run: Path) -> str:
     """Return when a run began, as names of runs have it: the time of its first event, or else of its recipe."""
     seconds = (run / RECIPE).stat().st_mtime
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError), open_inside(run, EVENTS) as events:
@@ -185,7 +190,7 @@ def _began(run: Path) -> str:
     return time.strftime(_STAMP_FORMAT, time.localtime(seconds))
 
 
-def recipe_text(recipe: RecipeSchema) -> str:
+def format_recipe(recipe: RecipeSchema) -> str:
     """Return a resolved recipe as YAML for its run directory, from which it can be trained again unchanged.
 
     It does not name its own directory, because another run needs another one.
@@ -207,7 +212,7 @@ def keep_modules(directory: Path, paths: Iterable[Path]) -> None:
             elif not (directory / path.name).exists():
                 shutil.copyfile(path, directory / path.name)
         except OSError as error:
-            raise unwritable(directory / path.name, error) from error
+            raise build_write_error(directory / path.name, error) from error
 
 
 def record(
@@ -229,60 +234,60 @@ def record(
     """
     content = {**(plan or {}), "recipe": stem, "reasons": list(reasons)}
     content["chosen_keys"] = list(chosen)
-    if (stored := plan_of(directory).get(STORED_AS)) is not None:
+    if (stored := read_plan(directory).get(STORED_AS)) is not None:
         content[STORED_AS] = stored
     try:
         write_file(directory / RECIPE, recipe)
         _write_plan(directory, content)
     except OSError as error:
-        raise unwritable(Path(error.filename2 or directory), error) from error
+        raise build_write_error(Path(error.filename2 or directory), error) from error
 
 
-def reasons(directory: Path) -> list[str]:
+def read_reasons(directory: Path) -> list[str]:
     """Return the recorded reasons for the values of a run's recipe."""
-    return list(plan_of(directory).get("reasons", ()))
+    return list(read_plan(directory).get("reasons", ()))
 
 
-def chosen(directory: Path) -> tuple[str, ...]:
+def read_chosen_keys(directory: Path) -> tuple[str, ...]:
     """Return the keys (``section.key``) of a run's recipe whose values were chosen for the user, as recorded."""
-    return tuple(map(str, plan_of(directory).get("chosen_keys", ())))
+    return tuple(map(str, read_plan(directory).get("chosen_keys", ())))
 
 
-def predicted(directory: Path) -> dict[str, float]:
+def read_predictions(directory: Path) -> dict[str, float]:
     """Return the plan's predictions for a run, named as in `finish` events; empty without a plan."""
-    figures = plan_of(directory).get("predicted")
+    figures = read_plan(directory).get("predicted")
     return dict(figures) if isinstance(figures, dict) else {}
 
 
-def expect(directory: Path, predicted: Mapping[str, float], choice: Mapping[str, Any]) -> None:
+def replace_predictions(directory: Path, predicted: Mapping[str, float], choice: Mapping[str, Any]) -> None:
     """Replace the predictions in the plan of a run that continues with another plan."""
-    plan = plan_of(directory)
+    plan = read_plan(directory)
     changed = {"predicted": {**plan.get("predicted", {}), **predicted}, "own_runs": {}}
     changed["chosen"] = {**plan.get("chosen", {}), **choice}
     _write_plan(directory, {**plan, **changed})
 
 
-def change(directory: Path, recipe: str, reason: str) -> None:
+def change_recipe(directory: Path, recipe: str, reason: str) -> None:
     """Write the recipe that a run continues with, and replace the reason for the changed value."""
-    plan, key = plan_of(directory), reason.partition(" ")[0]
-    other_reasons = [line for line in reasons(directory) if line.partition(" ")[0] != key]
+    plan, key = read_plan(directory), reason.partition(" ")[0]
+    other_reasons = [line for line in read_reasons(directory) if line.partition(" ")[0] != key]
     write_file(directory / RECIPE, recipe)
     _write_plan(directory, {**plan, "reasons": [*other_reasons, reason]})
 
 
-def stem_of(recipe: Path) -> str:
+def choose_stem(recipe: Path) -> str:
     """Return the name stem for runs of a recipe file: its own name, or that of the recipe a run was made from."""
-    run = run_of(recipe)
-    return recipe.stem if run is None else str(plan_of(run).get("recipe") or recipe.stem)
+    run = find_run(recipe)
+    return recipe.stem if run is None else str(read_plan(run).get("recipe") or recipe.stem)
 
 
-def run_of(recipe: Path) -> Path | None:
+def find_run(recipe: Path) -> Path | None:
     """Return the run whose own recipe this file is; None for any other file."""
     run = recipe.parent
     return run if recipe.name == RECIPE and (run / PLAN).is_file() else None
 
 
-def plan_of(directory: Path) -> dict[str, Any]:
+def read_plan(directory: Path) -> dict[str, Any]:
     """Return the plan of a run as a mapping; empty without a plan."""
     with suppress(OSError, ValueError, RequestError), open_inside(directory, PLAN) as file:
         plan = parse_json(file.read(_PLAN_BYTES).decode(), PLAN)  # nothing that a run depends on
@@ -316,7 +321,7 @@ def _remove(directory: Path, keep: bool) -> None:
 
 
 @contextmanager
-def undone_on_error(directory: Path, created: bool, *, keep: bool = False) -> Iterator[None]:
+def undo_on_error(directory: Path, created: bool, *, keep: bool = False) -> Iterator[None]:
     """On an exception while preparing, remove a new directory as `discard_unstarted`, and restore an existing run."""
     before = {} if created else {name: _read(directory / name) for name in (RECIPE, PLAN)}
     try:
@@ -333,7 +338,7 @@ def undone_on_error(directory: Path, created: bool, *, keep: bool = False) -> It
 
 
 @contextmanager
-def only_launch(directory: Path, stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
+def lock_run(directory: Path, stopped: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Lock the run. The workers hold the lock until they end.
 
     Args:
@@ -346,7 +351,7 @@ def only_launch(directory: Path, stopped: Callable[[], bool] = lambda: False) ->
     """
     with ExitStack() as stack:
         try:
-            stack.enter_context(lock_directory(directory, _refusal(directory), _LEAVING_SECONDS))
+            stack.enter_context(lock_directory(directory, _describe_refusal(directory), _LEAVING_SECONDS))
         except Locked as error:
             if not error.is_elsewhere and not is_restart():
                 raise
@@ -360,7 +365,7 @@ def _wait_for(directory: Path, holder: str, stopped: Callable[[], bool], stack: 
     with Activity(sys.stderr, f"waiting for the lock of {holder or 'another process'} on {directory}"):
         while True:
             try:
-                stack.enter_context(lock_directory(directory, _refusal(directory, holder)))
+                stack.enter_context(lock_directory(directory, _describe_refusal(directory, holder)))
                 return
             except Locked as error:
                 if stopped():
@@ -375,7 +380,7 @@ def _wait_for(directory: Path, holder: str, stopped: Callable[[], bool], stack: 
                     raise
 
 
-def _refusal(directory: Path, holder: str = "") -> str:
+def _describe_refusal(directory: Path, holder: str = "") -> str:
     return f"--resume: {directory} is being trained by another process{f' on {holder}' if holder else ''}"
 
 

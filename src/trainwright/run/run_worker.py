@@ -19,20 +19,20 @@ import torch
 from trainwright.engine.checkpoints.checkpoint import Checkpoints
 from trainwright.engine.checkpoints.parent import ParentCheckpoint
 from trainwright.engine.events import Event, EventLog, Notice, Observer, Start
-from trainwright.engine.optimizer import Schedule, optimizer_factory
+from trainwright.engine.optimizer import Schedule, build_optimizer_factory
 from trainwright.engine.policies.base import TrainingContext
 from trainwright.engine.policies.profiling import Profiling
-from trainwright.engine.task import ForwardOnly, Task, task_module
+from trainwright.engine.task import ForwardOnly, Task, import_task_module
 from trainwright.engine.trainer import Trainer
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError, RequestError
-from trainwright.machine.cache import cache_root
+from trainwright.machine.cache import find_cache_root
 from trainwright.machine.detect import detect
 from trainwright.machine.machine import Gpu, Machine
 from trainwright.machine.processor import bind
 from trainwright.machine.usage import OwnProcess
 from trainwright.models.adapters.files import check_libraries
 from trainwright.models.attention.described import describe_attention
-from trainwright.models.attention.packs import platform_of
+from trainwright.models.attention.packs import build_platform
 from trainwright.models.causal_lm import CausalLM, compile_blocks
 from trainwright.models.quantization import count_parameters
 from trainwright.models.recompute import save_activation_memory
@@ -41,32 +41,32 @@ from trainwright.parallel.openmp import limit_spinning
 from trainwright.parallel.strategy import Strategy, StrategyConfig, build_strategy, check_averages
 from trainwright.parallel.world import RankInfo, World, join, leave, report_collectives
 from trainwright.parallel.zero import deepspeed_config
-from trainwright.recipe.checks import with_processes
+from trainwright.recipe.checks import set_processes
 from trainwright.recipe.loading import load_recipe
 from trainwright.recipe.optimizer_spec import check_optimizer
 from trainwright.recipe.registries import STEP_POLICIES, STOP_WARNINGS, WATCHERS
 from trainwright.recipe.schema import RecipeSchema
-from trainwright.recipe.sections.fields import Auto, seconds_of
+from trainwright.recipe.sections.fields import Auto, parse_seconds
 from trainwright.recipe.sections.parallel import ProcessRange
 from trainwright.recipe.strategy_spec import check_library
 from trainwright.run import process, run_directory
-from trainwright.run.group.contract import agree, check_layout, usable_device
-from trainwright.run.observers.hooks import ObservedRank, ObservedRun, beside_rank, observers_of
+from trainwright.run.group.contract import check_agreement, check_layout, choose_device
+from trainwright.run.observers.hooks import ObservedRank, ObservedRun, build_observers, observe_rank
 from trainwright.run.process import open_files_in_words
 from trainwright.run.relaunch import is_replan_requested
-from trainwright.run.shutdown.exit_code import ATTEMPT, torchrun_warning
+from trainwright.run.shutdown.exit_code import ATTEMPT, check_torchrun_time
 from trainwright.run.shutdown.requests import STATE_BYTES, Deadline, StopRequests
 from trainwright.run.shutdown.stop import (
+    find_scheduler_job,
+    is_resize_requested,
     request_stop,
-    resize_requested,
-    scheduler_job,
     set_fresh,
     stop_requested,
     take_save_to_resize,
 )
 from trainwright.utils import heartbeat
-from trainwright.utils.activity import Activity, doing
-from trainwright.utils.heartbeat import heartbeat_directory
+from trainwright.utils.activity import Activity, begin_activity
+from trainwright.utils.heartbeat import create_heartbeat_directory
 from trainwright.utils.text import say
 
 _NO_TF32 = "NVIDIA_TF32_OVERRIDE"  # read by cuBLAS
@@ -90,7 +90,7 @@ class Worker:
     run: Path
     resume: bool = False
     rank_info: RankInfo | None = None
-    cache: Path = field(default_factory=cache_root)
+    cache: Path = field(default_factory=find_cache_root)
     reported: Event | None = None
     may_change: bool = False
     deadline: Deadline | None = None
@@ -112,29 +112,29 @@ def train(worker: Worker) -> int:
     """
     run = worker.run
     rank_info = worker.rank_info or RankInfo.from_variables()
-    heartbeat.begin(heartbeat_directory(run), rank_info.rank)
+    heartbeat.begin(create_heartbeat_directory(run), rank_info.rank)
     report_collectives()
     for watcher in WATCHERS.present():
         watcher.install(run, rank_info.rank)
-    with Activity(process.console(), "looking at the machine"):
-        heart, gpu = heartbeat.own(), _gpu(detect(), rank_info)
+    with Activity(process.find_console(), "looking at the machine"):
+        heart, gpu = heartbeat.find_own_heartbeat(), _find_gpu(detect(), rank_info)
     assert heart is not None, "it has begun"
     warn = functools.partial(_stop_warning, worker.launcher)
 
     def requests(state_bytes: int) -> StopRequests:
         return StopRequests(run, worker.deadline, state_bytes, request_stop, _say_to_user, warn=warn)
 
-    with beside_rank(ObservedRank(run, rank_info, heart, gpu)):
-        return run_worker(worker, observers=observers_of, requests=requests)
+    with observe_rank(ObservedRank(run, rank_info, heart, gpu)):
+        return run_worker(worker, observers=build_observers, requests=requests)
 
 
 def _stop_warning(launcher: str, needed: float) -> str | None:
-    warnings = (torchrun_warning(needed, launcher), *(warning(needed) for warning in STOP_WARNINGS.present()))
+    warnings = (check_torchrun_time(needed, launcher), *(warning(needed) for warning in STOP_WARNINGS.present()))
     return next((warning for warning in warnings if warning is not None), None)
 
 
 def _say_to_user(line: str) -> None:
-    say(f"\n{line}", file=process.console() or sys.stderr)
+    say(f"\n{line}", file=process.find_console() or sys.stderr)
 
 
 def run_worker(
@@ -167,25 +167,25 @@ def run_worker(
     recipe = load_recipe(run / run_directory.RECIPE)
     elastic = recipe.parallel.num_processes
     if isinstance(elastic, ProcessRange):
-        recipe = with_processes(recipe, rank_info.size)
+        recipe = set_processes(recipe, rank_info.size)
     _configure(recipe, machine, rank_info)
-    task, sizes, world = _join(worker, recipe, rank_info, usable_device(machine, rank_info, recipe.parallel.device))
+    task, sizes, world = _join(worker, recipe, rank_info, choose_device(machine, rank_info, recipe.parallel.device))
     world = replace(world, stop_requested=stop_requested)
-    with Activity(process.console(), f"setting up {recipe.parallel.strategy}"):
-        heartbeat.phase("setup")
+    with Activity(process.find_console(), f"setting up {recipe.parallel.strategy}"):
+        heartbeat.begin_phase("setup")
         _follow_device(world)
-        agree(recipe, task, world)
-        strategy, layout = _strategy(recipe, task, world)
+        check_agreement(recipe, task, world)
+        strategy, layout = _build_strategy(recipe, task, world)
         watch(task, strategy)
     events = EventLog(run / "events.jsonl" if world.is_main else None)
     may_change = worker.may_change and recipe.train.replan == "auto"
     if world.is_main:
         gpu = None if world.device.type == "cpu" else world.device.index
         own_process = OwnProcess(torch.get_num_threads(), world.local_size, gpu)
-        with Activity(process.console(), "starting the trackers"):
+        with Activity(process.find_console(), "starting the trackers"):
             for observer in observers(ObservedRun(run, recipe, events.emit, world.size, own_process, may_change)):
                 events.follow(observer)
-    resized = resize_requested if isinstance(elastic, ProcessRange) and worker.may_change else None
+    resized = is_resize_requested if isinstance(elastic, ProcessRange) and worker.may_change else None
     stop_requests = requests(sizes[1] * STATE_BYTES) if requests is not None and world.is_main else None
     if stop_requests is not None:
         events.follow(stop_requests)
@@ -215,7 +215,7 @@ def run_worker(
         )
     if trainer.is_over:
         request_stop()  # so that the launcher does not go on with other processes
-    with Activity(process.console(), "ending the processes"):
+    with Activity(process.find_console(), "ending the processes"):
         events.close()
         heartbeat.finish()
         leave()  # not after a failure: it would wait for the other ranks before the error is reported
@@ -229,16 +229,16 @@ def _join(
 
     In this order: reading and preparing may take long, and no rank should wait in a collective.
     """
-    with Activity(process.console(), "mapping the data and building the model"):
-        heartbeat.phase("loading")
-        task = task_module(recipe).build(recipe, worker.cache)
+    with Activity(process.find_console(), "mapping the data and building the model"):
+        heartbeat.begin_phase("loading")
+        task = import_task_module(recipe).build(recipe, worker.cache)
         if task.weights is not None:
-            doing("loading the weights")
+            begin_activity("loading the weights")
             task.weights.load(rank_info.rank)
         sizes = count_parameters(task.module)  # before they are sharded
-        doing("waiting for the other processes")
-        heartbeat.phase("joining")
-        return task, sizes, join(device, rank_info, timedelta(seconds=seconds_of(recipe.parallel.timeout)))
+        begin_activity("waiting for the other processes")
+        heartbeat.begin_phase("joining")
+        return task, sizes, join(device, rank_info, timedelta(seconds=parse_seconds(recipe.parallel.timeout)))
 
 
 def _begin(trainer: Trainer, worker: Worker, fork: str | None) -> None:
@@ -248,7 +248,7 @@ def _begin(trainer: Trainer, worker: Worker, fork: str | None) -> None:
     trainer.task.begin(
         ForwardOnly(strategy), strategy.parameters(), lambda message: events.emit(Notice(message=message))
     )
-    checkpoint = trainer.newest_checkpoint() if worker.resume else None
+    checkpoint = trainer.find_newest_checkpoint() if worker.resume else None
     if checkpoint is not None:
         events.announce(f"loading {checkpoint.path}")
         trainer.resume(checkpoint)
@@ -280,7 +280,7 @@ def _configure(recipe: RecipeSchema, machine: Machine, rank_info: RankInfo) -> N
     if recipe.train.deterministic:
         _use_deterministic_kernels()
     _set_precision_of_fp32_products(recipe.train.tf32)
-    torch.set_num_threads(process.threads_allowed())
+    torch.set_num_threads(process.count_allowed_threads())
     process.keep_freed_memory()
     process.limit_product_caches()
     if not machine.gpus or recipe.parallel.device == "cpu":
@@ -300,35 +300,35 @@ def _use_deterministic_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def _gpu(machine: Machine, rank_info: RankInfo) -> Gpu | None:
+def _find_gpu(machine: Machine, rank_info: RankInfo) -> Gpu | None:
     """Return the GPU of this process, if it has one."""
     return machine.gpus[rank_info.gpu] if machine.is_here and rank_info.gpu < len(machine.gpus) else None
 
 
 def _follow_device(world: World) -> None:
     """Count the seconds of phases on the clock of the GPU, if there is one."""
-    heart = heartbeat.own()
+    heart = heartbeat.find_own_heartbeat()
     if heart is not None and world.device.type != "cpu":
-        heart.follow_device(lambda: _timed_event(world.device))
+        heart.follow_device(lambda: _record_event(world.device))
 
 
 def _report_compilation() -> None:
     """Report compilation as a phase of its own; it runs inside the first passes and whenever shapes change."""
     from torch._dynamo.callback import on_compile_end, on_compile_start  # takes seconds
 
-    if (heart := heartbeat.own()) is not None:
+    if (heart := heartbeat.find_own_heartbeat()) is not None:
         on_compile_start(lambda _: heart.begin_within("compilation"))
         on_compile_end(lambda _: heart.end_within())
 
 
-def _timed_event(device: torch.device) -> torch.Event:
+def _record_event(device: torch.device) -> torch.Event:
     """Return the point that the device's work has reached, on its own clock."""
     return torch.accelerator.current_stream(device).record_event(torch.Event(device, enable_timing=True))
 
 
 def _bind(machine: Machine, rank_info: RankInfo) -> None:
     """Bind this process to the NUMA node of its GPU, if it has one; its log says so."""
-    gpu = _gpu(machine, rank_info)
+    gpu = _find_gpu(machine, rank_info)
     if gpu is not None and (binding := bind(gpu.address)) is not None:
         say(f"rank {rank_info.rank}: {binding}", file=sys.stderr)
 
@@ -343,7 +343,7 @@ def _set_precision_of_fp32_products(tf32: bool) -> None:
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
 
 
-def _strategy(recipe: RecipeSchema, task: Task, world: World) -> tuple[Strategy, ModelLayout]:
+def _build_strategy(recipe: RecipeSchema, task: Task, world: World) -> tuple[Strategy, ModelLayout]:
     """Return the task's model distributed by the recipe's strategy, and its layout on this process."""
     save_activation_memory(
         task.blocks(), recipe.train.activation_checkpointing, offload=recipe.train.activation_offload
@@ -352,7 +352,7 @@ def _strategy(recipe: RecipeSchema, task: Task, world: World) -> tuple[Strategy,
         _report_compilation()
         compile_blocks(task.blocks())
     dtype = DTYPES[recipe.train.mixed_precision]
-    optimizer = optimizer_factory(recipe.optimizer)
+    optimizer = build_optimizer_factory(recipe.optimizer)
     seed = None if recipe.optimizer.master_weights else recipe.train.seed
     setup = StrategyConfig(recipe.parallel, world, task.module, optimizer, dtype, task.blocks(), task.weights, seed)
     strategy = build_strategy(setup)
@@ -364,12 +364,12 @@ def _keep_recipe(
     run: Path, world: World, processes: int | ProcessRange | Auto, recipe: RecipeSchema, reason: str
 ) -> str:
     """Write the recipe that the run continues with, with the processes it asks for; return its text."""
-    text = run_directory.recipe_text(
-        with_processes(recipe, processes) if isinstance(processes, ProcessRange) else recipe
+    text = run_directory.format_recipe(
+        set_processes(recipe, processes) if isinstance(processes, ProcessRange) else recipe
     )
     if world.is_main:
         with suppress(OSError):  # resuming with the old recipe would only run out of memory once more
-            run_directory.change(run, text, reason)
+            run_directory.change_recipe(run, text, reason)
     return text
 
 
@@ -396,9 +396,9 @@ def start_event(trainer: Trainer, run: Path, sizes: tuple[int, int], layout: Mod
         mixed_precision=recipe.train.mixed_precision,
         tf32=recipe.train.tf32,
         float8=recipe.train.float8,
-        device=_device_name(world),
+        device=_read_device_name(world),
         micro_batch_size=first.rows if recipe.train.micro_batch_size == "auto" else recipe.train.micro_batch_size,
-        gradient_accumulation_steps=len(first.for_rank(0, world.size)),
+        gradient_accumulation_steps=len(first.select_for_rank(0, world.size)),
         global_batch_size=recipe.train.global_batch_size,
         batch_unit=recipe.train.batch_unit,
         parameters=sizes[0],
@@ -415,26 +415,26 @@ def start_event(trainer: Trainer, run: Path, sizes: tuple[int, int], layout: Mod
         checkpoint_every=recipe.checkpoint.every if isinstance(recipe.checkpoint.every, int) else None,
         threads=torch.get_num_threads(),
         run_directory=str(run),
-        reasons=run_directory.reasons(run),
-        predicted=run_directory.predicted(run),
+        reasons=run_directory.read_reasons(run),
+        predicted=run_directory.read_predictions(run),
         layout=layout.line(),
         launcher=launcher,
-        job=scheduler_job(),
+        job=find_scheduler_job(),
         nodes=list(dict.fromkeys(hosts)),
         gpus=0 if world.device.type == "cpu" else world.size,
-        attention=_attention(recipe, task, world),
+        attention=_describe_attention(recipe, task, world),
         fingerprints={
             split: stream.dataset.fingerprint
             for split, stream in (("train", task.stream), ("validation", task.validation))
             if stream is not None
         },
-        versions=_versions(),
+        versions=_read_versions(),
         details=task.describe(),
         parent=trainer.parent,
     )
 
 
-def _versions() -> dict[str, str]:
+def _read_versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for name in ("trainwright", "torch", "transformers", "peft", "deepspeed", "bitsandbytes"):
         with suppress(metadata.PackageNotFoundError):
@@ -442,16 +442,16 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _attention(recipe: RecipeSchema, task: Task, world: World) -> list[str]:
+def _describe_attention(recipe: RecipeSchema, task: Task, world: World) -> list[str]:
     """Return a line for each attention kernel of the model, with the reasons for its choice."""
     model = next((module for module in task.module.modules() if isinstance(module, CausalLM)), None)
     if model is None:
         return []
-    kernels = platform_of(world.device.type, world.device.index or 0, recipe.model.attention)
+    kernels = build_platform(world.device.type, world.device.index or 0, recipe.model.attention)
     return describe_attention(model, DTYPES[recipe.train.mixed_precision], recipe.data.max_length, kernels)
 
 
-def _device_name(world: World) -> str:
+def _read_device_name(world: World) -> str:
     if world.device.type == "cpu":
         return detect().cpu_name
     return str(torch.get_device_module(world.device).get_device_name(world.device))

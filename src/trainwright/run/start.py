@@ -25,24 +25,24 @@ from trainwright.errors import (
     TrainingError,
     TrainwrightError,
 )
-from trainwright.machine.usage import process_age
+from trainwright.machine.usage import measure_process_age
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.registries import START_HOOKS
 from trainwright.run import process, run_directory
-from trainwright.run.group.addresses import in_words
+from trainwright.run.group.addresses import format_address
 from trainwright.run.group.device_slots import count_devices
 from trainwright.run.group.failure_report import record_failure
-from trainwright.run.launches import LocalLaunches, NodeLaunches, taking_part
+from trainwright.run.launches import LocalLaunches, NodeLaunches, take_part
 from trainwright.run.process import check_limits, raise_oom_score
 from trainwright.run.relaunch import Relaunch
 from trainwright.run.request import RunRequest, resolve_request
 from trainwright.run.resolve import Resolved
-from trainwright.run.run_directory import folder_of
+from trainwright.run.run_directory import choose_folder
 from trainwright.run.shutdown.failure import Failure
 from trainwright.run.shutdown.requests import check_before_steps, forget_stops
 from trainwright.run.shutdown.stop import Stopping, describe_stop
 from trainwright.utils.activity import Activity
-from trainwright.utils.text import quoted, say
+from trainwright.utils.text import quote_word, say
 
 if TYPE_CHECKING:
     from trainwright.machine.machine import Machine
@@ -75,12 +75,12 @@ def start(request: RunRequest, resolved: Resolved, machine: Machine, rendezvous:
     with LinkedStopping() as linked:
         while True:
             try:
-                return _as_node(request, resolved, machine, rendezvous, linked, local_size)
+                return _train_as_node(request, resolved, machine, rendezvous, linked, local_size)
             except NodeDropped:
                 say("the other nodes go on without this one, which did not answer; joining them again", file=sys.stderr)
 
 
-def _as_node(
+def _train_as_node(
     request: RunRequest,
     resolved: Resolved,
     machine: Machine,
@@ -97,16 +97,16 @@ def _as_node(
     def enough(number: int) -> bool:
         return bool(resolved.usable) and number * max_processes >= resolved.usable[0]
 
-    with Activity(sys.stderr, f"waiting for the other nodes at {in_words(rendezvous.host, rendezvous.port)}"):
+    with Activity(sys.stderr, f"waiting for the other nodes at {format_address(rendezvous.host, rendezvous.port)}"):
         directory = request.recipe.logging.run_directory
-        shared = folder_of(directory) if request.run is None else request.run.absolute().parent
+        shared = choose_folder(directory) if request.run is None else request.run.absolute().parent
         nodes = Nodes.meet(rendezvous, info, linked, rules, enough, shared)
 
     def room() -> int:
         devices = count_devices(machine) if resolved.usable else None
         return max_processes if devices is None else devices
 
-    with taking_part(nodes):
+    with take_part(nodes):
         return LocalRun(request, resolved, linked, machine, nodes, room).train()
 
 
@@ -137,7 +137,7 @@ class LocalRun:
                 if self.request.run is None:
                     raise
                 reason = "stopped before the first step; the existing run was not changed"
-                raise Stopped(f"{reason}; {_next(self.request.run)}") from None
+                raise Stopped(f"{reason}; {_describe_next(self.request.run)}") from None
             if is_first:
                 say(self.resolved.plan.summary)
             try:
@@ -151,7 +151,7 @@ class LocalRun:
         if code == EXIT_STOPPED:
             if is_first:
                 record_failure(run, None)
-            stopped = Stopped(f"{describe_stop(run, self.stopping.resumes_from)}; {_next(run)}")
+            stopped = Stopped(f"{describe_stop(run, self.stopping.resumes_from)}; {_describe_next(run)}")
             stopped.run = run
             raise stopped
         if not (run / "final").is_dir():
@@ -167,12 +167,12 @@ class LocalRun:
         with ExitStack() as until_prepared:
 
             def make() -> tuple[Path, str]:
-                opened = recorded_run(request, self.resolved, stack, _refuse_stopped, lambda: stopping.requested)
+                opened = open_recorded_run(request, self.resolved, stack, _refuse_stopped, lambda: stopping.requested)
                 return until_prepared.enter_context(opened)
 
             if nodes is not None:
                 run = nodes.open(make)
-                nodes.reporting_failure(functools.partial(self._get_ready, run))
+                nodes.run_reporting_failure(functools.partial(self._get_ready, run))
                 usable = self.resolved.usable or (self.resolved.processes,)
                 launches = NodeLaunches(run, nodes, usable, self.room, stopping)
                 return run, launches, launches.first()
@@ -183,21 +183,21 @@ class LocalRun:
             launches = LocalLaunches(run, self.resolved, self.machine, stopping)
             processes = launches.first()
             if request.run is None and self.resolved.plan.is_close:
-                fit(run, stopping, processes)
+                fit_micro_batch(run, stopping, processes)
         return run, launches, processes
 
     def _get_ready(self, run: Path) -> None:
         process.preload_worker(self.resolved.recipe)
         node = 0 if self.nodes is None else self.nodes.index
         log = run / "logs" / (f"prepare-node-{node}.log" if node else "prepare.log")
-        with self._looking(run):
+        with self._look_for_stops(run):
             process.run_in_child(functools.partial(process.prepare, run), log, self.stopping)
             if self.stopping.requested:
                 raise Stopped()
 
-    def _looking(self, run: Path) -> AbstractContextManager[None]:
+    def _look_for_stops(self, run: Path) -> AbstractContextManager[None]:
         """Look for requests to stop while no process trains, which would look for them otherwise."""
-        return self.stopping.looking(functools.partial(check_before_steps, run, self.request.deadline))
+        return self.stopping.add_look(functools.partial(check_before_steps, run, self.request.deadline))
 
     def _replan(self, run: Path) -> None:
         """Plan with the lengths of the prepared rows."""
@@ -236,7 +236,7 @@ class LocalRun:
                     return ended
             elif launches.leads:
                 reported = relaunch.decide(ended, not self.stopping.flag.value and launches.may_go_on)
-            with self._looking(run):
+            with self._look_for_stops(run):
                 processes = launches.next(failed=failed)
         return launches.code
 
@@ -249,7 +249,7 @@ def warn_of_launcher(launcher: str, terminal: TextIO) -> None:
 
 
 @contextmanager
-def recorded_run(
+def open_recorded_run(
     request: RunRequest,
     resolved: Resolved,
     stack: ExitStack,
@@ -265,20 +265,20 @@ def recorded_run(
     Yields:
         The directory, and the text of its recipe.
     """
-    run = stack.enter_context(request.opened(resolved, stopped))
-    with request.undone_on_error(run):
+    run = stack.enter_context(request.open_directory(resolved, stopped))
+    with request.undo_on_error(run):
         check(run)
         (run / "logs").mkdir(exist_ok=True)
         yield run, request.record(run, resolved)
 
 
 def _refuse_stopped(run: Path) -> None:
-    if forget_stops(run, process_age()):
+    if forget_stops(run, measure_process_age()):
         raise Stopped("stopped before the first step: the run was asked to stop while this waited for it")
 
 
-def _next(run: Path) -> str:
-    return f"continue with: trainwright train --resume {quoted(run)}"
+def _describe_next(run: Path) -> str:
+    return f"continue with: trainwright train --resume {quote_word(run)}"
 
 
 _STEPS = 2  # the second step also has the optimizer state in memory
@@ -299,7 +299,7 @@ def try_largest_step(recipe: str, stopping: Stopping, processes: int) -> Failure
     run = Path(tempfile.mkdtemp(prefix="trainwright-probe-"))
     try:
         run_directory.record(run, recipe, run.name, [])
-        work = functools.partial(_trial_run, run)
+        work = functools.partial(_run_trial, run)
         ended = run_workers(work, processes=processes, logs=run / "logs", stopping=stopping)
         if stopping.requested:
             raise Stopped()
@@ -308,7 +308,7 @@ def try_largest_step(recipe: str, stopping: Stopping, processes: int) -> Failure
     return ended if isinstance(ended, Failure) else None
 
 
-def fit(run: Path, stopping: Stopping, processes: int) -> None:
+def fit_micro_batch(run: Path, stopping: Stopping, processes: int) -> None:
     """Try the largest step of a new run in `processes`, and halve its micro-batch until it fits.
 
     Data and weights must be in the cache and the libraries imported, as before `launch`. Other failures are left to the
@@ -319,8 +319,8 @@ def fit(run: Path, stopping: Stopping, processes: int) -> None:
         Stopped: a stop was requested meanwhile.
     """
     from trainwright.engine.policies.micro_batch_halving import (  # torch, which a refusal does not wait for
-        halved,
-        with_rows,
+        halve_rows,
+        set_rows,
     )
 
     while True:
@@ -335,11 +335,11 @@ def fit(run: Path, stopping: Stopping, processes: int) -> None:
                 f"the run's largest step was tested and does not fit: {failure.message}; `trainwright plan` shows what "
                 "would fit"
             )
-        why = f"train.micro_batch_size {halved(rows)}: the largest step ran out of memory with {rows}"
-        run_directory.change(run, run_directory.recipe_text(with_rows(recipe, halved(rows))), why)
+        why = f"train.micro_batch_size {halve_rows(rows)}: the largest step ran out of memory with {rows}"
+        run_directory.change_recipe(run, run_directory.format_recipe(set_rows(recipe, halve_rows(rows))), why)
 
 
-def _trial_run(run: Path) -> int:
+def _run_trial(run: Path) -> int:
     """Run in every worker."""
     from trainwright.run.run_worker import TrialRun, Worker, run_worker
 

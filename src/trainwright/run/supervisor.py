@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
-from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, FaultError, writes_to
+from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, FaultError, convert_write_errors
 from trainwright.machine.cgroups import count_memory_kills
 from trainwright.recipe.registries import WATCHERS
 from trainwright.run.group.rendezvous import host_store
@@ -17,12 +17,12 @@ from trainwright.run.observers.hooks import after_workers
 from trainwright.run.shutdown.failure import (
     Cause,
     Failure,
-    error_file,
-    error_record,
-    error_records,
-    first_failure,
+    build_error_record,
+    find_first_failure,
+    locate_error_file,
     raise_failure,
-    slot_records,
+    read_error_records,
+    read_slots,
 )
 from trainwright.run.shutdown.stop import Stopping, StopWatcher
 from trainwright.run.worker_processes import WorkerRanks, Workers
@@ -70,15 +70,15 @@ def run_workers(
         ranks = WorkerRanks(0, processes, processes, int(store.port))
     else:
         ranks, nodes.running = nodes.ranks(), True
-    with writes_to(logs):
+    with convert_write_errors(logs):
         logs.mkdir(parents=True, exist_ok=True)
         for rank in ranks:
-            error_file(logs, rank).unlink(missing_ok=True)
+            locate_error_file(logs, rank).unlink(missing_ok=True)
     stopping.flags.fresh.value = stopping.flags.resize.value = 0
     killed_for_memory = count_memory_kills()
     verdict: dict[int, dict[str, Any]] = {}
     registered = [] if watched is None else WATCHERS.present()  # imported before the workers are forked
-    with stopping.workers_run():
+    with stopping.let_workers_run():
         workers = Workers(entry, ranks, logs, stopping.flags)
         watches = [each.watch(watched, ranks, lambda: workers.alive) for each in registered if watched is not None]
         checks = [StopWatcher(stopping, lambda: workers.alive).check, *(watch.check for watch in watches)]
@@ -96,9 +96,9 @@ def run_workers(
                 if watched is not None:
                     after_workers(watched, ranks)
                 exit_codes = [int(code or 0) for code in codes.values()]
-                return _joint_code(exit_codes + (nodes.finish(codes) if nodes else []))
+                return _choose_joint_code(exit_codes + (nodes.finish(codes) if nodes else []))
         except WatcherVerdict as ended:
-            verdict = {ended.rank: {**error_record(FaultError(str(ended))), "cause": ended.cause}}
+            verdict = {ended.rank: {**build_error_record(FaultError(str(ended))), "cause": ended.cause}}
         except NodesLost:
             pass
         finally:
@@ -109,16 +109,16 @@ def run_workers(
             nodes.kill()
         return EXIT_STOPPED
     out_of_memory = count_memory_kills() > killed_for_memory
-    early = {rank: error_record(error) for rank, error in workers.early_ends.items()}
-    records = error_records(logs, ranks) | slot_records(workers.slots) | early | verdict
+    early = {rank: build_error_record(error) for rank, error in workers.early_ends.items()}
+    records = read_error_records(logs, ranks) | read_slots(workers.slots) | early | verdict
     if nodes is None:
-        failure = first_failure(logs, processes, workers.exit_codes, out_of_memory, records=records)
+        failure = find_first_failure(logs, processes, workers.exit_codes, out_of_memory, records=records)
     else:
         failure = nodes.fail(logs, workers.exit_codes, records, out_of_memory)
-    return EXIT_STOPPED if stopping.killed else _explained(failure, explanations)
+    return EXIT_STOPPED if stopping.killed else _add_explanations(failure, explanations)
 
 
-def _explained(failure: Failure, explanations: Sequence[str]) -> Failure:
+def _add_explanations(failure: Failure, explanations: Sequence[str]) -> Failure:
     """Return the failure with what the run itself has done wrong, such as different collectives of ranks, which break
     their connections. It would happen again, whatever the machine.
     """
@@ -129,7 +129,7 @@ def _explained(failure: Failure, explanations: Sequence[str]) -> Failure:
     return replace(failure, message="\n".join([*more, failure.message]), exit_code=EXIT_TRAINING, cause=cause)
 
 
-def _joint_code(codes: list[int]) -> int:
+def _choose_joint_code(codes: list[int]) -> int:
     failures = [code for code in codes if code not in (EXIT_FINISHED, EXIT_STOPPED)]
     if failures:
         return failures[0]

@@ -23,7 +23,7 @@ import torch
 
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, TrainwrightError
 from trainwright.run.group.addresses import LOOPBACK
-from trainwright.run.process import enter_process, forking, threads_allowed
+from trainwright.run.process import count_allowed_threads, enter_process, freeze_for_forks
 from trainwright.run.shutdown import failure, stop
 from trainwright.run.shutdown.failure import EndedBySignal, EndedEarly, Slot
 from trainwright.run.shutdown.stop import START_METHOD
@@ -90,7 +90,7 @@ class Workers:
     """
 
     def __init__(self, entry: Callable[[], int], ranks: WorkerRanks, logs: Path, flags: stop.Flags) -> None:
-        self.slots = {rank: failure.new_slot() for rank in ranks}
+        self.slots = {rank: failure.create_slot() for rank in ranks}
         self._killed: set[int] = set()
         name = uuid.uuid4().hex
         defaults = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # see preload_libraries
@@ -99,10 +99,10 @@ class Workers:
             defaults |= {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": loopback}
         context: Any = multiprocessing.get_context(START_METHOD)
         self._processes: dict[int, multiprocessing.process.BaseProcess] = {}
-        with forking():
+        with freeze_for_forks():
             for rank in ranks:
                 variables = {
-                    "TORCHELASTIC_ERROR_FILE": str(failure.error_file(logs, rank)),
+                    "TORCHELASTIC_ERROR_FILE": str(failure.locate_error_file(logs, rank)),
                     **ranks.variables(rank, name),
                 }
                 arguments = (entry, logs, os.getpid(), flags, self.slots[rank], {**defaults, **os.environ, **variables})
@@ -155,7 +155,7 @@ class Workers:
         if code == -signal.SIGKILL and rank in self._killed:
             return None
         # What a library does when the interpreter ends says nothing about the run.
-        return code if code is None else failure.exit_code_in(self.slots[rank], code)
+        return code if code is None else failure.read_slot_code(self.slots[rank], code)
 
 
 def _work(
@@ -168,7 +168,7 @@ def _work(
     faulthandler.enable()
     # Recorded like an exception: errors of other ranks about broken connections follow from it.
     stop.follow_launcher(flags, lambda number: failure.record_exception(EndedBySignal(rank, number), slot))
-    torch.set_num_threads(threads_allowed())
+    torch.set_num_threads(count_allowed_threads())
     try:
         code = failure.run_to_end(entry, rank)
     except Exception as error:

@@ -16,46 +16,52 @@ import torch
 from torch import nn
 
 from trainwright.data.check import refuse_unused_template
-from trainwright.data.rows.formats import kind_of_rows
+from trainwright.data.rows.formats import look_up_reader
 from trainwright.data.rows.layouts import PLAIN
-from trainwright.data.rows.tokenizer_calls import unknown_token
-from trainwright.data.sources.reading import location_of
+from trainwright.data.rows.tokenizer_calls import check_token
+from trainwright.data.sources.reading import locate_row
 from trainwright.data.stream.batch import Batch, collate
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stages import Stages
 from trainwright.data.stream.stream import BatchSizes, Data, GlobalBatch, MicroBatch, Stream, StreamSettings
 from trainwright.data.stream.streamed import prepare_streamed
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.data.tokens.lengths import remember, rows_of
+from trainwright.data.tokens.lengths import describe_rows, remember_lengths
 from trainwright.engine.task import ForwardOnly, Measured
 from trainwright.errors import RequestError
 from trainwright.inference.evaluation.measure import ValidationQuestions
-from trainwright.inference.generation import Sampling, answer_batch, new_token_limit, padding_token, stop_of
+from trainwright.inference.generation import (
+    Sampling,
+    answer_batch,
+    choose_padding_token,
+    compute_new_token_limit,
+    stop_of,
+)
 from trainwright.inference.loading import probe
 from trainwright.inference.prompts import PromptEncoder
 from trainwright.models.adapters.attaching import adds_nothing, attach_adapter
-from trainwright.models.causal_lm import CausalLM, check_model, freeze, router_loss
-from trainwright.models.files import check_saved, logits_of, save_model
+from trainwright.models.causal_lm import CausalLM, build_router_loss, check_model, freeze
+from trainwright.models.files import check_saved, compute_logits, save_model
 from trainwright.models.float8 import use_float8
 from trainwright.models.load import (
+    build_fresh_model,
     check_adapter,
-    dtype_to_save,
-    fresh_model,
+    choose_dtype_to_save,
     load_config,
     load_model,
     load_tokenizer,
-    max_positions,
+    read_max_positions,
 )
 from trainwright.models.low_rank import join_adapters
 from trainwright.models.resolve_model import resolve
-from trainwright.models.tokenization import ending_turns
-from trainwright.models.truncate_config import cut_config, varied_layers
-from trainwright.models.weights import Weights, empty_model, load_empty
+from trainwright.models.tokenization import end_texts_at_turns
+from trainwright.models.truncate_config import count_varied_layers, cut_config
+from trainwright.models.weights import Weights, build_empty_model, load_empty
 from trainwright.parallel.layout import find_units
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.model import ModelSection
-from trainwright.recipe.strategy_spec import spec_of
+from trainwright.recipe.strategy_spec import look_up_strategy
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -79,15 +85,15 @@ def _check_without_weights(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerB
     """Raise RequestError before the launch for errors that the model's configuration shows."""
     config = load_config(recipe.model, tokenizer)
     if recipe.model.trained_patterns is not None:
-        freeze(empty_model(config), recipe.model)
+        freeze(build_empty_model(config), recipe.model)
     if getattr(getattr(recipe, recipe.spec.name, None), "router_loss", 0.0):
-        router_loss(recipe, empty_model(config))
+        build_router_loss(recipe, build_empty_model(config))
     if recipe.parallel.wrap != "auto" and recipe.model.adapter.type == "none":
-        empty = CausalLM(empty_model(config), packed=False)
+        empty = CausalLM(build_empty_model(config), packed=False)
         find_units(empty, empty.blocks(), recipe.parallel.wrap)
-    if fills_parts(recipe):  # no process has all weights, so check a small model
+    if can_read_own_shards(recipe):  # no process has all weights, so check a small model
         few = CausalLM(
-            fresh_model(cut_config(config, varied_layers(config)), 0),
+            build_fresh_model(cut_config(config, count_varied_layers(config)), 0),
             packed=recipe.data.pack_length is not None,
             attention=recipe.model.attention,
         )
@@ -96,22 +102,22 @@ def _check_without_weights(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerB
 
 def prepare_data(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, cache: Path) -> PreparedData:
     """Return the data of a resolved recipe, prepared or from the cache."""
-    positions = max_positions(recipe.model, tokenizer)
-    kind, seed = kind_of_rows(recipe), recipe.train.seed
+    positions = read_max_positions(recipe.model, tokenizer)
+    kind, seed = look_up_reader(recipe), recipe.train.seed
     prepare_rows = functools.partial(
         prepare, tokenizer=tokenizer, kind=kind, seed=seed, cache=cache, model_max_length=positions
     )
     if recipe.data.streaming is None:
         prepared = prepare_rows(recipe.data)
     else:
-        embeddings = embeddings_of(recipe.model, tokenizer)
+        embeddings = count_embeddings(recipe.model, tokenizer)
         prepared = prepare_streamed(recipe, tokenizer, cache, embeddings, positions, prepare_rows)
     check_tokens(recipe, prepared.datasets, tokenizer)
     check_prepared(recipe, prepared, cache)
-    return with_stages(recipe, prepared)
+    return add_stages(recipe, prepared)
 
 
-def with_stages(recipe: RecipeSchema, prepared: PreparedData) -> PreparedData:
+def add_stages(recipe: RecipeSchema, prepared: PreparedData) -> PreparedData:
     """Return the data with a line about each stage of the run. Raises RequestError if one ends before it begins."""
     stream = stream_of(recipe, prepared.train, 0, training=True, shuffle=True)
     if stream.staged is None:
@@ -124,10 +130,10 @@ def check_prepared(recipe: RecipeSchema, prepared: PreparedData, cache: Path) ->
     """Raise RequestError if the data does not fit the recipe; cache the lengths of its examples for plans."""
     refuse_unused_template(recipe.model.chat_template, [dataset.report["format"] for dataset in prepared.datasets])
     _check_packs(recipe, prepared.datasets)
-    remember(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache, rows_of(recipe))
+    remember_lengths(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache, describe_rows(recipe))
 
 
-def embeddings_of(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> int:
+def count_embeddings(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the number of tokens that the model has embeddings for."""
     size: int = load_config(section, tokenizer).get_text_config().vocab_size
     return size
@@ -135,12 +141,12 @@ def embeddings_of(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> 
 
 def check_tokens(recipe: RecipeSchema, datasets: Sequence[TokenDataset], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise RequestError, with the row, if the model has no embedding for a token of the data."""
-    size = embeddings_of(recipe.model, tokenizer)
+    size = count_embeddings(recipe.model, tokenizer)
     for dataset in datasets:
         for part in dataset.report.get("parts", [dataset.report]):
             token, index = part["largest_token"]
-            if wrong := unknown_token(token, tokenizer, size):
-                location = location_of(part["source"], index, recipe.data.format == "documents")
+            if wrong := check_token(token, tokenizer, size):
+                location = locate_row(part["source"], index, recipe.data.format == "documents")
                 raise RequestError(f"{location}: {wrong}")
 
 
@@ -160,16 +166,16 @@ def load(
     recipe: RecipeSchema, section: ModelSection, tokenizer: PreTrainedTokenizerBase, prefix: str = "model."
 ) -> tuple[PreTrainedModel, Weights | None]:
     """Return a model, or an empty one with its weights if each process only needs parts of them."""
-    if fills_parts(recipe):
+    if can_read_own_shards(recipe):
         empty = load_empty(section, recipe.train.seed, tokenizer, prefix)
         if empty is not None:
             return empty
     return load_model(section, torch.float32, recipe.train.seed, tokenizer), None
 
 
-def fills_parts(recipe: RecipeSchema) -> bool:
+def can_read_own_shards(recipe: RecipeSchema) -> bool:
     """Return whether every process only reads its own shards of the weights; adapters need the whole weights."""
-    return spec_of(recipe.parallel.strategy).shards_parameters and recipe.model.adapter.type == "none"
+    return look_up_strategy(recipe.parallel.strategy).shards_parameters and recipe.model.adapter.type == "none"
 
 
 class LanguageModelTask:
@@ -180,9 +186,9 @@ class LanguageModelTask:
         self._tokenizer = tokenizer
         self._prepared = prepared
         self._packed = recipe.data.pack_length is not None
-        self._pad = padding_token(tokenizer, embeddings_of(recipe.model, tokenizer))
+        self._pad = choose_padding_token(tokenizer, count_embeddings(recipe.model, tokenizer))
         self.prompts: Sequence[str] = recipe.evaluate.prompts
-        self.stream = self._stream(prepared.train, planned_examples(recipe, prepared.train), shuffle=True)
+        self.stream = self._stream(prepared.train, count_planned_examples(recipe, prepared.train), shuffle=True)
         self.validation = (
             self._stream(prepared.validation, len(prepared.validation), shuffle=False, sets=prepared.sets)
             if prepared.validation is not None
@@ -196,9 +202,9 @@ class LanguageModelTask:
             freeze(model, recipe.model)
         self._without_adapter = False  # whether the start is the model without its adapter
         self.base = None if self._adapter is None else self._adapter.identity
-        if self._adapter is not None and not spec_of(recipe.parallel.strategy).hooks_modules:
+        if self._adapter is not None and not look_up_strategy(recipe.parallel.strategy).hooks_modules:
             join_adapters(model)
-        self._lm = self._wrapped(model)
+        self._lm = self._wrap_model(model)
         self._lm.embedding_noise = recipe.train.neftune_noise_alpha or 0.0
         self.module: nn.Module = self._lm
         self.start: str | None = None
@@ -212,12 +218,12 @@ class LanguageModelTask:
         self._plain = prepared.train.report["format"] in PLAIN
         self._encode_prompt = PromptEncoder(tokenizer, plain=self._plain)
         self._stop = stop_of(model, tokenizer, chat=not self._plain)
-        self._save_dtype = dtype_to_save(recipe.model)
+        self._save_dtype = choose_dtype_to_save(recipe.model)
         self._checksums: dict[str, int] = {}
-        self._sampling = self._how_to_write()
+        self._sampling = self._choose_sampling()
         for prompt in self.prompts:
             try:
-                new_token_limit(model, self._prompt_tokens(prompt), self._sampling)
+                compute_new_token_limit(model, self._prompt_tokens(prompt), self._sampling)
             except RequestError as error:
                 raise RequestError(f"evaluate.prompts: {error}") from None
         self._questions: ValidationQuestions | None = None  # the validation rows to answer
@@ -230,18 +236,18 @@ class LanguageModelTask:
     def _stream(
         self, dataset: TokenDataset, total: int, *, shuffle: bool, sets: Mapping[str, int] | None = None
     ) -> Stream:
-        weight = self._example_weight(dataset)
+        weight = self._choose_example_weight(dataset)
         stream = stream_of(self._recipe, dataset, total, training=shuffle, shuffle=shuffle, example_weight=weight)
         return stream if not sets else Stream(dataset, replace(stream.settings, sets=sets))
 
-    def _wrapped(self, model: PreTrainedModel) -> CausalLM:
+    def _wrap_model(self, model: PreTrainedModel) -> CausalLM:
         """Return the module to train, around the model with its adapter."""
         return CausalLM(
             model,
             packed=self._packed,
-            z_loss=self._z_loss(),
-            label_smoothing=self._label_smoothing(),
-            router_loss=router_loss(self._recipe, model),
+            z_loss=self._choose_z_loss(),
+            label_smoothing=self._choose_label_smoothing(),
+            router_loss=build_router_loss(self._recipe, model),
             attention=self._recipe.model.attention,
             kernels=self._recipe.model.kernels,
         )
@@ -252,14 +258,14 @@ class LanguageModelTask:
 
     def collate_ahead(self, micro: MicroBatch) -> None:
         """Collate a micro-batch of the stream on the host, for the call of ``loss`` that may follow."""
-        self._ahead = micro, self._collated(self._prepared.train, micro)
+        self._ahead = micro, self._collate_micro_batch(self._prepared.train, micro)
 
     def _batch(self, dataset: TokenDataset, micro: MicroBatch, device: torch.device) -> Batch:
         if self._ahead is not None and dataset is self._prepared.train and self._ahead[0] == micro:
             return self._ahead[1].to(device)
-        return self._collated(dataset, micro).to(device)
+        return self._collate_micro_batch(dataset, micro).to(device)
 
-    def _collated(self, dataset: TokenDataset, micro: MicroBatch) -> Batch:
+    def _collate_micro_batch(self, dataset: TokenDataset, micro: MicroBatch) -> Batch:
         return collate(dataset, micro, packed=self._packed, pad_token_id=self._pad)
 
     def begin(
@@ -281,33 +287,33 @@ class LanguageModelTask:
     def before_passes(self, passes: ForwardOnly, batch: GlobalBatch, *, validation: bool) -> None:
         """Do nothing: the loss of a micro-batch is independent of other micro-batches."""
 
-    def _how_to_write(self) -> Sampling:
+    def _choose_sampling(self) -> Sampling:
         """Return the sampling settings of prompts: greedy decoding."""
         return Sampling(max_new_tokens=self._recipe.evaluate.max_new_tokens)
 
-    def _z_loss(self) -> float:
+    def _choose_z_loss(self) -> float:
         return 0.0
 
-    def _label_smoothing(self) -> float:
+    def _choose_label_smoothing(self) -> float:
         return 0.0
 
     def after_step(self, metrics: Mapping[str, float]) -> None:
         """Do nothing: a step only changes the weights."""
 
-    def _example_weight(self, dataset: TokenDataset) -> float | None:
+    def _choose_example_weight(self, dataset: TokenDataset) -> float | None:
         """Return the weight of an example in the loss; None: its number of targets."""
         return None
 
     def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> Measured:
         """Return the metrics of the model's answers to validation rows; all ranks must call it."""
         assert self._questions is not None and isinstance(module, CausalLM)
-        with module.for_generation() as model:
+        with module.open_for_generation() as model:
             return self._questions.metrics(model, self._stop, world, together=together)
 
     def generate(self, module: nn.Module, prompt: str) -> str:
         """Return the model's greedy answer to a prompt."""
         assert isinstance(module, CausalLM)
-        with module.for_generation() as model:
+        with module.open_for_generation() as model:
             (answer,) = answer_batch(model, self._tokenizer, [self._prompt_tokens(prompt)], self._sampling, self._stop)
         return answer.text.strip()
 
@@ -321,7 +327,7 @@ class LanguageModelTask:
             "weights": resolve(self._recipe.model).origin,
             "data": self._prepared.summary,
             "chats": not self._plain,
-            **({} if self._recipe.data.streaming is not None else _epoch(self._prepared.train)),
+            **({} if self._recipe.data.streaming is not None else _count_epoch(self._prepared.train)),
         }
 
     def describe_example(self, index: int) -> str:
@@ -338,14 +344,14 @@ class LanguageModelTask:
         config: PretrainedConfig = model.config
         generation: GenerationConfig | None = model.generation_config
         if not self._plain:
-            tokenizer, config, generation = ending_turns(tokenizer, config, generation)
+            tokenizer, config, generation = end_texts_at_turns(tokenizer, config, generation)
         if self._adapter is not None:
             self._adapter.save(directory, named_tensors, tokenizer, generation)
         else:
-            tensors = self._as_loaded(named_tensors)
+            tensors = self._restore_frozen(named_tensors)
             self._checksums = save_model(directory, config, tensors, tokenizer, generation, self._save_dtype)
 
-    def _as_loaded(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
+    def _restore_frozen(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[tuple[str, torch.Tensor]]:
         """Return the tensors, frozen ones as they were loaded: a run has them in the precision that it computes in."""
         frozen = {name for name, parameter in self._lm.model.named_parameters() if not parameter.requires_grad}
         if not frozen:
@@ -366,19 +372,19 @@ class LanguageModelTask:
         Without ``same_logits``, the export is made from the trained model, but is another one.
         """
         assert isinstance(module, CausalLM)
-        with module.for_generation() as model:
+        with module.open_for_generation() as model:
             tokens = probe(model.config.get_text_config().vocab_size).input_ids.to(model.device)
             if self._adapter is not None:
                 assert directory is not None
                 self._adapter.read_back(model, directory, tokens, all_parameters=all_parameters)
                 return None
-            expected = logits_of(model, tokens) if directory is not None or not all_parameters else None
+            expected = compute_logits(model, tokens) if directory is not None or not all_parameters else None
         if directory is None:
             return None
         return check_saved(directory, self._checksums, tokens, expected if same_logits else None)
 
 
-def _epoch(dataset: TokenDataset) -> dict[str, int]:
+def _count_epoch(dataset: TokenDataset) -> dict[str, int]:
     return {"epoch_examples": len(dataset), "epoch_tokens": dataset.token_count}
 
 
@@ -392,17 +398,17 @@ class Sized(Protocol):
         """Return the number of tokens."""
 
 
-def batch_sizes(recipe: RecipeSchema) -> BatchSizes:
+def build_batch_sizes(recipe: RecipeSchema) -> BatchSizes:
     """Return the number of examples of each step."""
     train = recipe.train
     return BatchSizes(train.global_batch_size, train.initial_batch_size, train.batch_warmup_steps)
 
 
-def planned_examples(recipe: RecipeSchema, dataset: Sized) -> int:
+def count_planned_examples(recipe: RecipeSchema, dataset: Sized) -> int:
     """Return the number of examples of the run, with repetitions over epochs."""
     train = recipe.train
     if train.max_steps is not None:
-        return batch_sizes(recipe).before(train.max_steps)
+        return build_batch_sizes(recipe).before(train.max_steps)
     if train.max_tokens is not None:
         return max(1, -(-train.max_tokens * len(dataset) // max(1, dataset.token_count)))
     assert train.epochs is not None
@@ -434,7 +440,7 @@ def stream_of(
             total_examples=total,
             shuffle=shuffle,
             example_weight=example_weight,
-            warm_up=batch_sizes(recipe) if training else None,
+            warm_up=build_batch_sizes(recipe) if training else None,
             unit=unit,
             stages=Stages.of(recipe, dataset) if training else None,
         ),
@@ -452,12 +458,12 @@ def fingerprint(weights: Iterable[tuple[str, torch.Tensor]], leave_out: Collecti
     digest = hashlib.sha256()
     for name, tensor in weights:
         if world.is_main and name not in leave_out:
-            digest.update(f"{name} {_sums(tensor)}".encode())
+            digest.update(f"{name} {_compute_bit_sums(tensor)}".encode())
     result: str = world.broadcast(digest.hexdigest()[:32])
     return result
 
 
-def _sums(tensor: torch.Tensor) -> list[int]:
+def _compute_bit_sums(tensor: torch.Tensor) -> list[int]:
     """Return integer sums of a tensor's bits, which are the same in any order and on any device."""
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
     parts = flat.split(_PART)

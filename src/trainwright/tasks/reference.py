@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from trainwright.data.stream.batch import Batch, on_device
+from trainwright.data.stream.batch import Batch, copy_to_device
 from trainwright.data.stream.dataset_cache import PreparedData
 from trainwright.data.stream.stream import MicroBatch, Stream
 from trainwright.data.tokens.dataset import TokenDataset
@@ -33,7 +33,7 @@ from trainwright.errors import TrainingError
 from trainwright.parallel.world import World
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.tasks.language_model import LanguageModelTask
-from trainwright.utils.text import plural
+from trainwright.utils.text import format_plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +49,7 @@ class Reference:
 
     def of(self, batch: Batch) -> torch.Tensor:
         """Return the log-probabilities of a batch's sequences [S], float64, on the batch's device."""
-        return on_device(torch.from_numpy(self.sums[list(batch.sequences)]), batch.targets.device)
+        return copy_to_device(torch.from_numpy(self.sums[list(batch.sequences)]), batch.targets.device)
 
 
 class ReferenceTask(LanguageModelTask):
@@ -107,9 +107,9 @@ class ReferenceTask(LanguageModelTask):
         file = self._cache / "references" / f"{_digest(identity)}.npy"
         cached = _open(file, dataset)
         if all(world.gather(not np.isnan(cached[sequences]).any())):
-            notify(f"the reference's log-probabilities of {plural(len(sequences), 'answer')} are in {file}")
+            notify(f"the reference's log-probabilities of {format_plural(len(sequences), 'answer')} are in {file}")
             return Reference(cached)
-        notify(f"computing the reference's log-probabilities of {plural(len(examples), 'example')}")
+        notify(f"computing the reference's log-probabilities of {format_plural(len(examples), 'example')}")
         started_at = time.monotonic()
         with without():
             log_probabilities = _compute(
@@ -133,7 +133,7 @@ def _compute(
 
         def visit(module: nn.Module, micro: MicroBatch, own: Sums = own) -> None:
             batch = batch_of(micro)
-            sums = -batch.by_sequence(module(batch, losses=True))
+            sums = -batch.sum_by_sequence(module(batch, losses=True))
             if micro.weight:
                 own[list(batch.sequences)] = sums.cpu().numpy()
 
@@ -148,10 +148,10 @@ def _compute(
                 ) from error
             rows = -(-largest // 2)
             continue
-        return combined(passes.world, own)
+        return combine_sums(passes.world, own)
 
 
-def combined(world: World, own: Sums) -> Sums:
+def combine_sums(world: World, own: Sums) -> Sums:
     """Combine the results of all ranks; sequences that several ranks computed count once."""
     mine = np.flatnonzero(~np.isnan(own))
     together = np.full_like(own, np.nan)

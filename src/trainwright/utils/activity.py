@@ -22,20 +22,20 @@ LOG_SECONDS = 30.0
 _current: Activity | None = None
 
 
-def doing(what: str) -> None:
+def begin_activity(what: str) -> None:
     """Report that ``what`` begins, or with "" that it is done; shown by the current `Activity`."""
     if _current is not None:
         _current.begin(what)
 
 
-def progress(done: int, total: int) -> None:
-    """Report how much of the activity that `doing` has begun is done; shown by the current `Activity`."""
+def report_progress(done: int, total: int) -> None:
+    """Report how much of the activity that `begin_activity` has begun is done; shown by the current `Activity`."""
     if _current is not None:
         _current.progress(done, total)
 
 
 class Activity:
-    """Show the activities that `doing` reports on ``stream``: with the seconds on a terminal, otherwise as a line.
+    """Show the activities that `begin_activity` reports on ``stream``: with seconds on a terminal, else as a line.
 
     A context manager; an outer one shows nothing meanwhile. Activities under two seconds, on a terminal under 0.2
     (``quiet_seconds``), are not shown, and without a ``stream`` none are. It uses a thread, so do not fork processes
@@ -106,7 +106,7 @@ class Activity:
             return
         if self._ticker is None:
             self._ticker = Ticker(self._show)
-        self._lines_before = text.lines_said()
+        self._lines_before = text.count_said_lines()
         by_default = min(QUIET_SECONDS, _TERMINAL_SECONDS) if self._terminal else None
         self._ticker.begin(by_default if self._quiet_seconds is None else self._quiet_seconds)
 
@@ -119,15 +119,15 @@ class Activity:
 
     def _show(self, seconds: float, for_log: bool) -> None:
         assert self._stream is not None
-        if self._until_output and text.lines_said() != self._lines_before:
+        if self._until_output and text.count_said_lines() != self._lines_before:
             return
         with self._lock:
             if self._terminal:
-                text.draw(self._what, self._stream, f" … {text.duration(seconds)}{self._fraction}")
+                text.draw(self._what, self._stream, f" … {text.format_duration(seconds)}{self._fraction}")
                 self._drawn = True
             elif for_log:
-                text.say(in_log(self._what, seconds, self._fraction), file=self._stream)
-                self._lines_before = text.lines_said()
+                text.say(format_log_line(self._what, seconds, self._fraction), file=self._stream)
+                self._lines_before = text.count_said_lines()
 
     def _clear(self) -> None:
         if self._drawn and self._stream is not None:
@@ -135,9 +135,9 @@ class Activity:
             self._drawn = False
 
 
-def in_log(what: str, seconds: float, fraction: str = "") -> str:
+def format_log_line(what: str, seconds: float, fraction: str = "") -> str:
     """Return the line of an activity for a log: the first one has no seconds."""
-    return f"{what} …" if seconds < LOG_SECONDS else f"{what} … {text.duration(seconds)}{fraction}"
+    return f"{what} …" if seconds < LOG_SECONDS else f"{what} … {text.format_duration(seconds)}{fraction}"
 
 
 class Ticker:

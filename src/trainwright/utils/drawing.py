@@ -9,7 +9,7 @@ from trainwright.errors import MachineError, RequestError
 from trainwright.utils.installation import install_command
 
 
-def new_figure(width: float, height: float, what: str) -> Any:
+def build_figure(width: float, height: float, what: str) -> Any:
     """Return a matplotlib figure of this size in inches, which belongs to no window.
 
     Args:
@@ -32,7 +32,7 @@ def check_chart(file: Path) -> None:
         RequestError: the format of ``file`` is not supported, or its directory does not exist.
         MachineError: matplotlib is not installed.
     """
-    kinds = new_figure(1, 1, "--chart").canvas.get_supported_filetypes()
+    kinds = build_figure(1, 1, "--chart").canvas.get_supported_filetypes()
     if file.suffix[1:].lower() not in kinds:
         raise RequestError(f"--chart: {file} has an unsupported file type; choose from {', '.join(sorted(kinds))}")
     if not file.parent.is_dir():

@@ -107,7 +107,7 @@ class Beat:
     collectives: dict[int, EnteredCollective]
 
 
-def heartbeat_directory(run: Path) -> Path | None:
+def create_heartbeat_directory(run: Path) -> Path | None:
     """Return the directory of the run's heartbeats on this machine, created if missing; None if there is none."""
     name = hashlib.sha256(os.fsencode(os.path.realpath(run))).hexdigest()[:16]
     for base in (_SHARED_MEMORY, Path(tempfile.gettempdir())):
@@ -120,7 +120,7 @@ def heartbeat_directory(run: Path) -> Path | None:
     return None
 
 
-def heartbeat_file(directory: Path, rank: int) -> Path:
+def build_heartbeat_path(directory: Path, rank: int) -> Path:
     """Return the file of a rank."""
     return directory / f"rank-{rank}"
 
@@ -134,19 +134,19 @@ def read(file: Path) -> Beat | None:
         except OSError:
             return None
         if len(data) == SIZE and data == second_read and memoryview(data).cast("q")[MARKS]:
-            return _beat(data)
+            return _parse_beat(data)
     return None
 
 
-def _beat(data: bytes) -> Beat:
+def _parse_beat(data: bytes) -> Beat:
     words = memoryview(data).cast("q")
-    places = (_PHASE.unpack_from(data, _phase_at(index)) for index in range(PHASES))
-    phases = [(_text(name), Times(count, longest)) for count, longest, name in places]
+    places = (_PHASE.unpack_from(data, _compute_phase_offset(index)) for index in range(PHASES))
+    phases = [(_parse_text(name), Times(count, longest)) for count, longest, name in places]
     collectives = {}
     for offset in range(COLLECTIVES_AT, COLLECTIVES_AT + 2 * COLLECTIVES, 2):
         number, call = words[offset], words[offset + 1]
         if number:
-            collectives[number] = _collective(data, number, call // 2, bool(call % 2))
+            collectives[number] = _parse_collective(data, number, call // 2, bool(call % 2))
     call, entered = words[CALL], words[ENTERED]
     return Beat(
         pid=words[PID],
@@ -157,23 +157,23 @@ def _beat(data: bytes) -> Beat:
         step=words[STEP],
         micro_batch=words[MICRO_BATCH],
         phase=phases[words[PHASE]][0],
-        collective=None if call < 0 else _collective(data, entered, call, same_shape=False),
+        collective=None if call < 0 else _parse_collective(data, entered, call, same_shape=False),
         times={name: times for name, times in phases if times.count},
         collectives=collectives,
     )
 
 
-def _collective(data: bytes, number: int, call: int, same_shape: bool) -> EnteredCollective:
+def _parse_collective(data: bytes, number: int, call: int, same_shape: bool) -> EnteredCollective:
     name, tensor, line = _CALL.unpack_from(data, _CALLS_AT + call * _CALL.size)
-    return EnteredCollective(number, _text(name), _text(tensor), _text(line), same_shape)
+    return EnteredCollective(number, _parse_text(name), _parse_text(tensor), _parse_text(line), same_shape)
 
 
-def _phase_at(index: int) -> int:
+def _compute_phase_offset(index: int) -> int:
     """Return where the file has a phase: how often it has ended, its longest time, and its name."""
     return _PHASES_AT + index * _PHASE.size
 
 
-def _text(data: bytes) -> str:
+def _parse_text(data: bytes) -> str:
     return data.rstrip(b"\0").decode(errors="replace")
 
 
@@ -209,7 +209,7 @@ class _Phase:
         self.longest = self.recent = self.earlier = self.now = self.written = 0.0
         self.seconds_outside = self.seconds_inside = 0.0  # on the clock of the host, see `Spent`
 
-    def took(self, seconds: float, at: float, phase_ended: bool) -> bool:
+    def record_seconds(self, seconds: float, at: float, phase_ended: bool) -> bool:
         """Add the time between two marks, the second ``at``, to the history; return whether it has to be written.
 
         Until a phase has ended, it may have parts that are not like those before: what it does after its first
@@ -243,14 +243,14 @@ class Heartbeat:
     """
 
     def __init__(self, file: Path | None) -> None:
-        self._memory = mmap.mmap(-1, SIZE) if file is None else self._mapped(file)
+        self._memory = mmap.mmap(-1, SIZE) if file is None else self._map_file(file)
         self._words = memoryview(self._memory).cast("q")
         self._marks = self._entered = 0
         self._waiting = False
         self._calls: dict[tuple[str, str, str], int] = {}
         self._phases: dict[str, _Phase] = {}
-        self._waits, _ = self._phase_named(WAITING), self._phase_named(FINISHED)  # they always have a place
-        self._phase = self._outer = self._phase_named("start")
+        self._waits, _ = self._look_up_phase(WAITING), self._look_up_phase(FINISHED)  # they always have a place
+        self._phase = self._outer = self._look_up_phase("start")
         self._spent = Spent()
         self.started = self._since = self._counted = time.monotonic()
         # By mark: the phase, whether this rank waited in it, whether it has ended, when, and how far a device was.
@@ -274,7 +274,7 @@ class Heartbeat:
     def _scratch(file: Path) -> Path:
         return file.with_name(f".{file.name}.{os.getpid()}")
 
-    def _mapped(self, file: Path) -> mmap.mmap:
+    def _map_file(self, file: Path) -> mmap.mmap:
         scratch = self._scratch(file)
         descriptor = os.open(scratch, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
@@ -287,12 +287,12 @@ class Heartbeat:
         finally:
             os.close(descriptor)
 
-    def _phase_named(self, name: str) -> _Phase:
+    def _look_up_phase(self, name: str) -> _Phase:
         if name not in self._phases:
             if len(self._phases) >= PHASES - 1:
                 name = _OTHERS
             phase = self._phases.setdefault(name, _Phase(name, len(self._phases), time.monotonic()))
-            _PHASE.pack_into(self._memory, _phase_at(phase.index), 0, 0.0, name.encode()[:32])
+            _PHASE.pack_into(self._memory, _compute_phase_offset(phase.index), 0, 0.0, name.encode()[:32])
         return self._phases[name]
 
     @property
@@ -303,7 +303,7 @@ class Heartbeat:
     def phase(self, name: str, step: int = -1, micro_batch: int = -1) -> None:
         """Begin a phase; the one before ends."""
         self._end(True)
-        self._phase = self._phases.get(name) or self._phase_named(name)
+        self._phase = self._phases.get(name) or self._look_up_phase(name)
         if step >= 0:
             self.newest_step = step
         self._show(step, micro_batch)
@@ -316,7 +316,7 @@ class Heartbeat:
     def begin_within(self, name: str) -> None:
         """Begin a phase within the present one, which goes on with `end_within`."""
         self._end()
-        self._outer, self._phase = self._phase, self._phase_named(name)
+        self._outer, self._phase = self._phase, self._look_up_phase(name)
         self._show(self._words[STEP], self._words[MICRO_BATCH])
 
     def end_within(self) -> None:
@@ -330,7 +330,7 @@ class Heartbeat:
         words[MARKS] = 0
         call = self._calls.get((name, tensor, line))
         if call is None:
-            call = self._new_call(name, tensor, line)
+            call = self._write_call(name, tensor, line)
         if counted:
             self._entered = entered = self._entered + 1
             offset = COLLECTIVES_AT + 2 * (entered % COLLECTIVES)
@@ -338,7 +338,7 @@ class Heartbeat:
         words[CALL] = call
         self._wait()
 
-    def _new_call(self, name: str, tensor: str, line: str) -> int:
+    def _write_call(self, name: str, tensor: str, line: str) -> int:
         """Write a call, if need be in place of one that none of the last collectives refers to."""
         if len(self._calls) < CALLS:
             index = len(self._calls)
@@ -402,9 +402,9 @@ class Heartbeat:
             if event is not None:
                 self._spent.end(phase.inside if waited else phase.outside, event)
             of = self._waits if waited else phase
-            if of.took(seconds, now, phase_ended or waited):
+            if of.record_seconds(seconds, now, phase_ended or waited):
                 of.written = of.longest
-                _TIMES.pack_into(self._memory, _phase_at(of.index), of.count, of.longest)
+                _TIMES.pack_into(self._memory, _compute_phase_offset(of.index), of.count, of.longest)
 
     def follow_device(self, record: Callable[[], DeviceEvent]) -> None:
         """Use the clock of a device from now on. ``record``: returns the end of the work that it has been given."""
@@ -466,41 +466,41 @@ def begin(directory: Path | None, rank: int) -> None:
     """Begin this worker's heartbeat, in a file in ``directory``; without space there, the worker is not watched."""
     global _own
     try:
-        _own = Heartbeat(None if directory is None else heartbeat_file(directory, rank))
+        _own = Heartbeat(None if directory is None else build_heartbeat_path(directory, rank))
     except OSError:
         _own = Heartbeat(None)
 
 
-def own() -> Heartbeat | None:
+def find_own_heartbeat() -> Heartbeat | None:
     """Return the heartbeat of this process; None if it is not a worker of a run."""
     return _own
 
 
-def in_collectives() -> float:
+def sum_collective_seconds() -> float:
     """Return the seconds that this process has spent in collectives so far."""
     return 0.0 if _own is None else _own.in_collectives
 
 
-def phase(name: str, step: int = -1, micro_batch: int = -1) -> None:
+def begin_phase(name: str, step: int = -1, micro_batch: int = -1) -> None:
     """Report that a phase begins."""
     if _own is not None:
         _own.phase(name, step, micro_batch)
 
 
-def progress() -> None:
+def report_progress() -> None:
     """Report that the phase goes on, from work in it that may take long without a collective."""
     if _own is not None:
         _own.progress()
 
 
-def inside() -> AbstractContextManager[None]:
+def report_waiting() -> AbstractContextManager[None]:
     """Report that this rank waits for collectives that it has entered before, while the context is entered."""
     return nullcontext() if _own is None else _own.inside()
 
 
 def finish() -> None:
     """Report that this worker has no more work, so that it is not watched any longer."""
-    phase(FINISHED)
+    begin_phase(FINISHED)
 
 
 class Use(NamedTuple):

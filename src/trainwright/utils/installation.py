@@ -9,7 +9,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from trainwright.errors import MachineError, RequestError, writes_to
+from trainwright.errors import MachineError, RequestError, convert_write_errors
 
 FIRST = "trainwright recipe new sft/tiny, then trainwright {} recipes/sft/tiny.yaml"
 
@@ -19,7 +19,7 @@ _RECIPES = _PACKAGE / "recipes"  # in a checkout a link to its folder of that na
 _NAME = "trainwright"
 
 
-def shipped_recipes() -> dict[str, str]:
+def list_shipped_recipes() -> dict[str, str]:
     """Return the first line of each recipe's comment, by its name, such as ``sft/tiny``."""
     files = {file.relative_to(_RECIPES).with_suffix("").as_posix(): file for file in sorted(_RECIPES.glob("*/*.yaml"))}
     return {name: file.read_text("utf-8").partition("\n")[0].lstrip("# ") for name, file in files.items()}
@@ -33,7 +33,7 @@ def write_recipe(name: str, folder: Path) -> list[Path]:
     """
     import yaml
 
-    if name not in (shipped := shipped_recipes()):
+    if name not in (shipped := list_shipped_recipes()):
         close = difflib.get_close_matches(name, shipped, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise RequestError(f"{name}: no recipe has this name{hint}; trainwright recipe new --list prints all")
@@ -45,7 +45,7 @@ def write_recipe(name: str, folder: Path) -> list[Path]:
         if (included := yaml.safe_load(text).get("include")) is not None:
             names.append(os.path.normpath(Path(each).parent / included))
     for file, text in texts.items():
-        with writes_to(file):
+        with convert_write_errors(file):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, "utf-8")
     return list(texts)
@@ -58,17 +58,17 @@ def install_command(extra: str) -> str:
     """
     if (_CHECKOUT / "pyproject.toml").is_file():
         return shlex.join(["pip", "install", "-e", f"{_CHECKOUT}[{extra}]"])
-    return shlex.join(["pip", "install", *_requirements(extra)])
+    return shlex.join(["pip", "install", *_list_requirements(extra)])
 
 
-def _requirements(extra: str) -> list[str]:
+def _list_requirements(extra: str) -> list[str]:
     names = []
     for line in metadata.requires(_NAME) or ():
         requirement, _, marker = line.partition(";")
         if marker.strip() == f'extra == "{extra}"':
             if requirement.startswith(f"{_NAME}["):
                 others = requirement.strip()[len(_NAME) + 1 : -1].split(",")
-                names += [each for other in others for each in _requirements(other)]
+                names += [each for other in others for each in _list_requirements(other)]
             else:
                 names.append(requirement.strip())
     return names

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from trainwright.errors import RequestError
-from trainwright.utils.text import quoted
+from trainwright.utils.text import quote_word
 
 _LATE_SECONDS, _LOOK_SECONDS = 30.0, 0.2
 _STALE_PAUSES = (0.0, 0.1, 0.4, 1.0)  # seconds before a stale file is opened again
@@ -28,7 +28,7 @@ _FILE_KINDS = (
 _Read = TypeVar("_Read")
 
 
-def user_path(path: str | os.PathLike[str]) -> Path:
+def expand_user_path(path: str | os.PathLike[str]) -> Path:
     """Return a path with ``~`` and ``~user`` expanded.
 
     Raises:
@@ -66,18 +66,18 @@ def leave_out_working_directory() -> None:
 
 
 def run_path(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a run, or of a directory of runs, as `user_path` does.
+    """Return the path of a run, or of a directory of runs, as `expand_user_path` does.
 
     Raises:
-        RequestError: it is the URL of a place for copies, or see `user_path`.
+        RequestError: it is the URL of a place for copies, or see `expand_user_path`.
     """
-    expanded, url = user_path(path), _URL.match(os.fspath(path))
+    expanded, url = expand_user_path(path), _URL.match(os.fspath(path))
     if url is None or expanded.exists():
         return expanded
     where = f"{url[1]}://{os.fspath(path)[url.end() :]}"  # a Path has only one of the slashes
     raise RequestError(
         f"{where} is a place for copies of runs, and this command needs a directory of this machine; use the run's "
-        f"directory where it is trained, or go on with the run here: trainwright train --resume {quoted(where)}"
+        f"directory where it is trained, or go on with the run here: trainwright train --resume {quote_word(where)}"
     )
 
 
@@ -114,7 +114,7 @@ def open_inside(directory: Path, *names: str) -> BinaryIO:
         os.close(at)
 
 
-def files_inside(directory: Path, folder: str) -> list[str]:
+def list_files_inside(directory: Path, folder: str) -> list[str]:
     """Return the names of the files in a folder of a directory that may be anybody's, without links and pipes, sorted;
     none if the folder does not exist or is a link.
     """
@@ -135,7 +135,7 @@ def _check_kind(status: os.stat_result, is_kind: Callable[[int], bool]) -> None:
         raise OSError(errno.EINVAL, f"is {what}, not a {'file' if is_kind is stat.S_ISREG else 'directory'}")
 
 
-def appears(file: Path, text: str, seconds: float = _LATE_SECONDS) -> bool:
+def wait_for_text(file: Path, text: str, seconds: float = _LATE_SECONDS) -> bool:
     """Return whether ``file`` has this text, as soon as it has, or after ``seconds``.
 
     What another machine has written to a shared file system may be seen late: NFS keeps attributes and names that do
@@ -152,7 +152,7 @@ def appears(file: Path, text: str, seconds: float = _LATE_SECONDS) -> bool:
         time.sleep(_LOOK_SECONDS)
 
 
-def retried(read: Callable[[], _Read]) -> _Read:
+def retry_stale(read: Callable[[], _Read]) -> _Read:
     """Return what ``read`` returns, which opens what it reads; call it again, at most four times, if that was stale.
 
     A file or directory that another machine replaces meanwhile is a stale handle on NFS (ESTALE); under its name there

@@ -25,7 +25,7 @@ _COMMAND = (
 _WORDS = re.compile(rf"(\s*)({_COMMAND}|\S+)")
 
 
-def count(value: float) -> str:
+def format_count(value: float) -> str:
     """Format a count: 134_515_008 -> '134.5M'."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
@@ -33,20 +33,20 @@ def count(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def plural(number: int, noun: str, nouns: str | None = None) -> str:
+def format_plural(number: int, noun: str, nouns: str | None = None) -> str:
     """Format a number with its noun: '1 row', '1,200 rows', '3 batches' (``nouns``: the plural if not noun + s)."""
     return f"{number:,} {noun if number == 1 else nouns or noun + 's'}"
 
 
-def they(number: int, noun: str, do: str) -> str:
+def format_clause(number: int, noun: str, do: str) -> str:
     """Format a clause whose plural verb is given: they(1, "row", "have no answer") -> '1 row has no answer'."""
     verb, space, rest = do.partition(" ")
     if number == 1:
         verb = {"have": "has", "are": "is", "were": "was", "do": "does"}.get(verb, f"{verb}s")
-    return f"{plural(number, noun)} {verb}{space}{rest}"
+    return f"{format_plural(number, noun)} {verb}{space}{rest}"
 
 
-def ranges(numbers: Iterable[int], to: str = "-") -> str:
+def format_ranges(numbers: Iterable[int], to: str = "-") -> str:
     """Format whole numbers in ascending order: '1, 2, 4-7'; 'none' without any."""
     spans: list[list[int]] = []
     for number in numbers:
@@ -63,26 +63,26 @@ def ranges(numbers: Iterable[int], to: str = "-") -> str:
     )
 
 
-def ranks_in_words(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """Format ranks: 'rank 3', 'ranks 0-2, 5'."""
     ranks = sorted(ranks)
-    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
+    return f"rank{'s' * (len(ranks) > 1)} {format_ranges(ranks)}"
 
 
-def times(ratio: float) -> str:
+def format_ratio(ratio: float) -> str:
     """Format a ratio with two digits or in full: 0.38, 2.6, 421."""
     return f"{ratio:.2g}" if ratio < 10 else f"{ratio:,.0f}"
 
 
-def change(first: float, last: float) -> str:
+def format_change(first: float, last: float) -> str:
     """Format the change from ``first`` to ``last``: '+20.0%', above double '2.6 times as much'; or '' if unknown."""
     if first <= 0 or not math.isfinite(last / first):
         return ""
     ratio = last / first
-    return f"{ratio - 1:+.1%}" if ratio <= 2 else f"{times(ratio)} times as much"
+    return f"{ratio - 1:+.1%}" if ratio <= 2 else f"{format_ratio(ratio)} times as much"
 
 
-def size(value: float) -> str:
+def format_bytes(value: float) -> str:
     """Format bytes in binary units with two or three digits: 4_404_019_200 -> '4.1 GiB', 512 MiB, 154 GiB."""
     unit = "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
@@ -92,7 +92,7 @@ def size(value: float) -> str:
     return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 99.95 else f"{value:.1f} {unit}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds as h:mm:ss or m:ss."""
     if not math.isfinite(seconds) or seconds < 0:
         return "?"
@@ -101,7 +101,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def span(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Format seconds with a unit: 40 µs, 5.3 ms, 300 ms, 12.5 s, 12 min, 3.4 h, 2.1 days."""
     if 0 < seconds < 0.00095:
         return f"{seconds * 1e6:.0f} µs"
@@ -116,19 +116,19 @@ def span(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{seconds / 86400:.1f} days"
 
 
-def metric(value: object) -> str:
+def format_metric(value: object) -> str:
     """Format a loss, a perplexity or an accuracy with enough digits to compare runs."""
     if isinstance(value, float):
         return f"{value:.4f}" if abs(value) < 1000 else f"{value:.4g}"
     return str(value)
 
 
-def metric_name(name: str) -> str:
+def format_metric_name(name: str) -> str:
     """Return a metric's name in words, without the module of one of the user's own."""
     return name.rpartition(":")[2].replace("_", " ")
 
 
-def block(text: str, indent: str, width: int) -> str:
+def wrap_block(text: str, indent: str, width: int) -> str:
     """Wrap `text` to `width` columns, keeping its own line breaks; every line starts with `indent`."""
     lines: list[str] = []
     wrapper = textwrap.TextWrapper(max(20, width - len(indent)), break_long_words=False, break_on_hyphens=False)
@@ -137,7 +137,7 @@ def block(text: str, indent: str, width: int) -> str:
     return "\n".join(f"{indent}{line}".rstrip() for line in lines)
 
 
-def table(rows: Sequence[Sequence[str]], width: int | None = None, *, numbers: bool = False) -> Iterator[str]:
+def format_table(rows: Sequence[Sequence[str]], width: int | None = None, *, numbers: bool = False) -> Iterator[str]:
     """Yield the lines of a table whose first row is its head.
 
     If it is wider than ``width``, each row becomes a list: its first cell, and a line for each other cell that is not
@@ -146,7 +146,7 @@ def table(rows: Sequence[Sequence[str]], width: int | None = None, *, numbers: b
     Args:
         numbers: all columns but the first have numbers, and are aligned to the right.
     """
-    shown = [[printable(cell).replace("\n", " ") for cell in row] for row in rows]
+    shown = [[escape_controls(cell).replace("\n", " ") for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in shown) for column in range(len(shown[0]))]
     aligned = [str.ljust, *[str.rjust if numbers else str.ljust] * (len(widths) - 1)]
     lines = [
@@ -162,12 +162,12 @@ def table(rows: Sequence[Sequence[str]], width: int | None = None, *, numbers: b
         yield row[0]
         for name, cell in zip(head[1:], row[1:], strict=True):
             if cell:
-                yield from wrapped(f"  {name:<{label}}  {cell}", width).split("\n")
+                yield from wrap_lines(f"  {name:<{label}}  {cell}", width).split("\n")
 
 
-def table_width(stream: TextIO) -> int | None:
-    """Return the width for a `table` on ``stream``; None if it is not a terminal, so that programs can read it."""
-    return columns(stream, 80) if stream.isatty() else None
+def choose_table_width(stream: TextIO) -> int | None:
+    """Return the width for a `format_table` on ``stream``; None if programs read it, as it is no terminal."""
+    return find_terminal_width(stream, 80) if stream.isatty() else None
 
 
 _drawn: TextIO | None = None  # the stream with a drawn line that must be erased before printing another
@@ -194,44 +194,44 @@ _PLAIN = {
 }
 
 
-def quoted(word: object) -> str:
+def quote_word(word: object) -> str:
     """Return a path or name as a shell takes it, for a command that is printed."""
     return shlex.quote(str(word))
 
 
-def printable(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Return `text` with characters that could control a terminal escaped, such as `\x1b` and `\u202e`.
 
     Use it for foreign text (rows, generated text, file names) before printing. Lone surrogates, which terminals do not
     accept, are escaped too; tabs and line breaks are kept.
     """
-    return _UNPRINTABLE.sub(_escaped, text)
+    return _UNPRINTABLE.sub(_escape_match, text)
 
 
 def say(line: str = "", *, file: TextIO | None = None, end: str = "\n", wrap: bool = True) -> None:
-    """Print ``line`` as `printable` text and flush; to standard output unless a ``file`` is given.
+    """Print ``line`` as `escape_controls` text and flush; to standard output unless a ``file`` is given.
 
-    Characters that the stream's encoding lacks are replaced, see `encodable`. All console output goes through this
-    function. On a terminal the line is `wrapped`, unless ``end`` is not a newline; without ``wrap`` it is left
-    unchanged, for output that other programs read.
+    Characters that the stream's encoding lacks are replaced, see `replace_unencodable`. All console output goes through
+    this function. On a terminal `wrap_lines` wraps the line, unless ``end`` is not a newline; without ``wrap`` it is
+    left unchanged, for output that other programs read.
     """
     global _said
     _said += 1
     if _drawn is not None:
         draw("", _drawn)
     stream = sys.stdout if file is None else file
-    shown = printable(line)
+    shown = escape_controls(line)
     if wrap and end == "\n" and stream.isatty():
-        shown = wrapped(shown, columns(stream, 80))
-    print(encodable(shown, stream), file=stream, end=end, flush=True)
+        shown = wrap_lines(shown, find_terminal_width(stream, 80))
+    print(replace_unencodable(shown, stream), file=stream, end=end, flush=True)
 
 
-def lines_said() -> int:
+def count_said_lines() -> int:
     """Return the number of calls of `say` so far in this process."""
     return _said
 
 
-def encodable(text: str, stream: TextIO) -> str:
+def replace_unencodable(text: str, stream: TextIO) -> str:
     """Return ``text`` with what the stream's encoding lacks replaced: by plain characters, or else escaped."""
     encoding = getattr(stream, "encoding", None)
     if encoding is None or text.isascii():
@@ -252,15 +252,15 @@ def _has(encoding: str, char: str) -> bool:
     return True
 
 
-def wrapped(text: str, width: int) -> str:
+def wrap_lines(text: str, width: int) -> str:
     """Wrap lines longer than ``width`` at spaces, and indent continuation lines to the start of the text.
 
     Words, and so paths, are not broken, nor are commands: between backticks, or from a program's name to its end.
     """
-    return "\n".join(part for line in text.split("\n") for part in _wrapped(line, width))
+    return "\n".join(part for line in text.split("\n") for part in _iterate_wrapped_lines(line, width))
 
 
-def _wrapped(line: str, width: int) -> Iterator[str]:
+def _iterate_wrapped_lines(line: str, width: int) -> Iterator[str]:
     if len(line) <= width:
         yield line
         return
@@ -286,7 +286,7 @@ def is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
 
 
-def columns(stream: TextIO, otherwise: int = 100) -> int:
+def find_terminal_width(stream: TextIO, otherwise: int = 100) -> int:
     """Return the width of the terminal of ``stream``; ``otherwise`` if it is not one. COLUMNS overrides it."""
     width = os.environ.get("COLUMNS", "")
     if width.isascii() and width.isdigit() and int(width) > 0:
@@ -301,8 +301,8 @@ def draw(line: str, stream: TextIO, ending: str = "") -> None:
     """Draw ``line`` and ``ending`` in place of the terminal's last line; a long ``line`` is cut, but not the ending."""
     global _drawn
     _drawn = stream if line else None
-    shown, ending = encodable(printable(line), stream), encodable(ending, stream)
-    room = columns(stream, 80) - 1
+    shown, ending = replace_unencodable(escape_controls(line), stream), replace_unencodable(ending, stream)
+    room = find_terminal_width(stream, 80) - 1
     stream.write(f"\r\x1b[K{shown[: max(0, room - len(ending))]}{ending[:room]}")
     stream.flush()
 
@@ -312,6 +312,6 @@ def clear(stream: TextIO) -> None:
     stream.write("\x1b[H\x1b[2J")
 
 
-def _escaped(match: re.Match[str]) -> str:
+def _escape_match(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

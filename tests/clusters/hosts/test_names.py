@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.clusters.hosts import Host, check_clocks, exit_code, parse_hosts, processes_of, read_hostfile
+from trainwright.clusters.hosts import Host, check_clocks, choose_exit_code, parse_hosts, read_hostfile, sum_processes
 from trainwright.errors import EXIT_FAULT, EXIT_STOPPED, MachineError, RequestError
 
 
@@ -25,11 +25,11 @@ def test_lists_of_hosts(text: str, names: list[str]) -> None:
 
 
 def test_slots_are_processes() -> None:
-    assert processes_of(parse_hosts("a:4,b:4")) == 8
-    assert processes_of(parse_hosts("a,b")) is None
+    assert sum_processes(parse_hosts("a:4,b:4")) == 8
+    assert sum_processes(parse_hosts("a,b")) is None
     assert parse_hosts("me@[fd00::2]:4") == [Host("me@fd00::2", 4)]
     with pytest.raises(RequestError, match=r"same number of slots \(a: 4, b: not written\)"):
-        processes_of(parse_hosts("a:4,b"))
+        sum_processes(parse_hosts("a:4,b"))
 
 
 @pytest.mark.parametrize(
@@ -103,4 +103,4 @@ def test_clocks_that_differ_are_refused() -> None:
     ],
 )
 def test_exit_code_of_all(codes: list[int], together: int) -> None:
-    assert exit_code(codes) == together
+    assert choose_exit_code(codes) == together

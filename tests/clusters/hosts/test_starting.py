@@ -296,7 +296,7 @@ def test_a_stop_between_two_starts_says_how_to_continue(tmp_path: Path, monkeypa
         lambda: wait_for(Path("unreachable").exists),
         lambda: os.kill(os.getpid(), signal.SIGTERM),
     )
-    with stop.interruptible(), pytest.raises(Stopped, match=f"continue with --resume {tmp_path / 'run'}"):
+    with stop.interrupt_on_stop(), pytest.raises(Stopped, match=f"continue with --resume {tmp_path / 'run'}"):
         train_on_hosts(asked, "127.0.0.1,127.0.0.2", None)
     thread.join()
 

@@ -15,7 +15,7 @@ import trainwright as tw
 from tests.support.commands import ROOT, all_gone, descendants, environment, started, wait_for
 from tests.support.packages import environment_with
 from tests.support.runs import ON_ROWS, TINY, Runs, column, events
-from trainwright.clusters.ray import command
+from trainwright.clusters.ray import build_command
 from trainwright.errors import RequestError
 
 SLOW = "train.step_policies=['tests.support.slow_steps:SlowSteps']"
@@ -67,12 +67,12 @@ def test_nodes_have_the_gpus_of_the_machine_that_is_planned_for(here: Path) -> N
 
 
 def test_each_node_gets_its_place() -> None:
-    words = command(Path("/runs/r"), ["r.yaml"], 2, 1, "10.0.0.1:999")
+    words = build_command(Path("/runs/r"), ["r.yaml"], 2, 1, "10.0.0.1:999")
     assert words == [
         *("-P", "-m", "trainwright.clusters.job_attempts", "--node-rank", "1", "/runs/r", "--", "r.yaml"),
         *("--nodes", "2", "--node-rank", "1", "--rendezvous", "10.0.0.1:999"),
     ]
-    assert command(Path("/r"), ["r.yaml"], 1, 0, None)[3:] == ["/r", "--", "r.yaml"]
+    assert build_command(Path("/r"), ["r.yaml"], 1, 0, None)[3:] == ["/r", "--", "r.yaml"]
 
 
 def test_what_a_task_runs_does_not_outlive_the_process_of_ray(here: Path) -> None:

@@ -211,11 +211,11 @@ def test_a_run_that_never_gets_to_a_checkpoint_is_not_started_for_ever(slurm: Sl
 def test_the_grace_of_jobs_is_that_of_slurm(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in slurm.variables.items():
         monkeypatch.setenv(name, value)
-    found = [scheduler.grace(partition) for partition in (None, "low", "high", "high,low")]
+    found = [scheduler.read_grace(partition) for partition in (None, "low", "high", "high,low")]
     assert [each and (each.seconds, each.preempted) for each in found] == [(60, 80), (60, 80), (60, 60), (60, 60)]
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_PARTITION", "high")
-    assert scheduler.job_warning(59) is None and "60 s after its first signal" in str(scheduler.job_warning(61))
+    assert scheduler.check_job_grace(59) is None and "60 s after its first signal" in str(scheduler.check_job_grace(61))
 
 
 def test_an_unknown_partition_is_refused_in_the_schedulers_words_and_ours(slurm: Slurm, tmp_path: Path) -> None:

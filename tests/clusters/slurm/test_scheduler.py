@@ -93,7 +93,7 @@ def test_a_job_asks_for_the_cpus_that_a_node_gives_it(
     shown = PARTITIONS.format(limit) if nodes else ""
     scontrol = f'case $2 in node) echo "{nodes}";; partition) echo "{shown}";; esac'
     commands(here, monkeypatch, sinfo=f'echo "{sinfo}"', scontrol=scontrol)
-    assert scheduler.cpus_per_node(partition, gpus) == cpus
+    assert scheduler.count_cpus_per_node(partition, gpus) == cpus
 
 
 @pytest.mark.parametrize("cpus", [None, 64])

@@ -17,11 +17,11 @@ from tests.support import commands as run_commands
 from tests.support.commands import ROOT, environment, wait_for
 from tests.support.fake_slurm import clusters, commands
 from tests.support.runs import ON_ROWS, ROWS, TINY
-from trainwright.clusters.job_attempts import failures_in_a_row, may_continue
+from trainwright.clusters.job_attempts import count_failures, may_continue
 from trainwright.clusters.slurm import job_step, scheduler
 from trainwright.errors import MachineError, RequestError
 from trainwright.recipe.loading import load_recipe
-from trainwright.recipe.sections.parallel import job_seconds
+from trainwright.recipe.sections.parallel import parse_job_seconds
 
 pytestmark = pytest.mark.usefixtures("here")
 
@@ -223,7 +223,7 @@ def test_the_machine_of_a_cluster_is_one_node(here: Path) -> None:
     [("90", 5400), ("90:30", 5430), ("4:00:00", 14400), ("1-12", 129600), ("1-0:30:00", 88200), ("4 h", 14400)],
 )
 def test_times_are_read_as_slurm_reads_them(text: str, seconds: int) -> None:
-    assert job_seconds(text) == seconds
+    assert parse_job_seconds(text) == seconds
 
 
 @pytest.mark.parametrize(
@@ -461,25 +461,25 @@ def test_a_stop_that_does_not_fit_into_the_grace_is_told(here: Path, monkeypatch
     (warning,) = (line for line in made.lines() if line.startswith("warning: "))
     assert "a stop takes about" in warning and "Slurm kills a job 30 s after its first signal:" in warning
     assert tw.submit(TINY, ON_ROWS, to="big", dry_run=True).warning is None
-    found = scheduler.grace("gpu")
+    found = scheduler.read_grace("gpu")
     assert found is not None and (found.seconds, found.preempted) == (30, 90)
     assert "(90 s when it preempts it, which is enough)" in str(found.warning(60)) and found.warning(20) is None
 
 
 def test_ends_without_a_new_checkpoint_are_counted(tmp_path: Path) -> None:
     file = tmp_path / "count.json"
-    assert [failures_in_a_row(tmp_path, file) for _ in range(2)] == [1, 2]
+    assert [count_failures(tmp_path, file) for _ in range(2)] == [1, 2]
     (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
-    assert [failures_in_a_row(tmp_path, file) for _ in range(2)] == [0, 1]
+    assert [count_failures(tmp_path, file) for _ in range(2)] == [0, 1]
 
 
 def test_jobs_shows_runs_without_a_scheduler(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainwright.clusters.operations import RunState, table
+    from trainwright.clusters.operations import RunState, format_jobs
 
     monkeypatch.setenv("PATH", str(here))
     assert tw.jobs() == []
     shown = RunState(Path("runs/a"), "12_3", "running", 5, 10, 0.914, None)
-    assert [*table([shown])][1].split() == ["runs/a", "12_3", "running", "5/10", "91%"]
+    assert [*format_jobs([shown])][1].split() == ["runs/a", "12_3", "running", "5/10", "91%"]
 
 
 def test_the_command_prints_the_file(here: Path) -> None:

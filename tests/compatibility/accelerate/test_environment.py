@@ -10,7 +10,7 @@ import pytest
 
 from tests.compatibility.accelerate import files
 from tests.compatibility.accelerate.files import values, written
-from trainwright.compatibility.accelerate.launcher import from_environment, worker_environment
+from trainwright.compatibility.accelerate.launcher import build_worker_environment, from_environment
 from trainwright.compatibility.accelerate.reading import read
 from trainwright.compatibility.accelerate.translation import interpret
 from trainwright.errors import RequestError
@@ -62,7 +62,7 @@ CPU_WORKER = {
 def written_for(directory: Path, text: str) -> dict[str, str]:
     source = read(written(directory, text))
     found = interpret(source)
-    return worker_environment(source, found, on_cpu=found.device == "cpu")
+    return build_worker_environment(source, found, on_cpu=found.device == "cpu")
 
 
 def test_fsdp_file_becomes_what_accelerate_makes_of_it(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_same_variables_as_accelerates_own_launcher(tmp_path: Path, text: str) -
         launch_command_parser().parse_args(["--config_file", str(path), "--main_process_port", "0", "x.py"])
     )[0]
     theirs = prepare_multi_gpu_env(arguments)
-    ours = worker_environment(read(path), interpret(read(path)), on_cpu=False)
+    ours = build_worker_environment(read(path), interpret(read(path)), on_cpu=False)
     names = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
     known = {name: value for name, value in theirs.items() if name.startswith(names) and name not in os.environ}
     assert {k: v.lower() for k, v in ours.items()} == {k: v.lower() for k, v in known.items()}

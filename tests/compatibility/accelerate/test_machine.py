@@ -14,7 +14,7 @@ from tests.compatibility.accelerate import files
 from tests.compatibility.accelerate.files import CPU, gpus, translation, written
 from tests.support.commands import trainwright
 from trainwright.compatibility.accelerate.launcher import find_translation
-from trainwright.compatibility.accelerate.machine import lacking, require, show
+from trainwright.compatibility.accelerate.machine import list_lacking, require, show
 from trainwright.compatibility.accelerate.reading import read
 from trainwright.compatibility.accelerate.translation import interpret
 from trainwright.errors import MachineError, RequestError
@@ -38,7 +38,7 @@ FOUR = "distributed_type: MULTI_GPU\nnum_processes: 4\n"
     ],
 )
 def test_enough(tmp_path: Path, text: str, machine: Machine) -> None:
-    assert lacking(translation(tmp_path, text), machine) == []
+    assert list_lacking(translation(tmp_path, text), machine) == []
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_a_missing_library_stops_what_is_trained_and_not_a_script(tmp_path: Path
     with pytest.raises(MachineError, match=r"accelerate\.yaml: .* need DeepSpeed, .*; pip install"):
         require(found, CPU)
     require(found, CPU, for_script=True)
-    assert len(lacking(translation(tmp_path, files.TWO_NODES), CPU)) == 3, "GPUs, what would run, DeepSpeed"
-    assert lacking(translation(tmp_path, files.INLINE_ZERO.replace("stage: 2", "stage: 0")), CPU) == []
+    assert len(list_lacking(translation(tmp_path, files.TWO_NODES), CPU)) == 3, "GPUs, what would run, DeepSpeed"
+    assert list_lacking(translation(tmp_path, files.INLINE_ZERO.replace("stage: 2", "stage: 0")), CPU) == []
 
 
 def shown(directory: Path, text: str, machine: Machine = CPU) -> str:

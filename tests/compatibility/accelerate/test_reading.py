@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.compatibility.accelerate.files import LOOSE_DDP, written
-from trainwright.compatibility.accelerate.reading import default_path, read, read_json
+from trainwright.compatibility.accelerate.reading import locate_default_file, read, read_json
 from trainwright.errors import RequestError
 
 
@@ -104,4 +104,4 @@ def test_default_place_is_accelerates(
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert default_path() == Path(expected)
+    assert locate_default_file() == Path(expected)

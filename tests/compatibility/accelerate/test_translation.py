@@ -12,7 +12,7 @@ from tests.compatibility.accelerate import files
 from tests.compatibility.accelerate.files import problems, translation, values, written
 from trainwright.compatibility.accelerate.machine import show
 from trainwright.compatibility.accelerate.reading import read
-from trainwright.compatibility.accelerate.translation import interpret, missing_rendezvous
+from trainwright.compatibility.accelerate.translation import check_rendezvous, interpret
 from trainwright.errors import RequestError
 
 # Further examples beside the checkout, where there are some.
@@ -289,8 +289,8 @@ def test_compile_devices_and_old_keys(tmp_path: Path) -> None:
     text = "distributed_type: MULTI_GPU\nnum_processes: 2\ngpu_ids: 1,3\ndynamo_config: {dynamo_backend: INDUCTOR}\n"
     found = translation(tmp_path, text + "fp16: true\n")
     assert found.value("train.compile") is True and found.value("train.mixed_precision") == "fp16"
-    assert found.device_environment() == {"CUDA_VISIBLE_DEVICES": "1,3"}
-    assert translation(tmp_path, files.TWO_CPU).device_environment() == {"CUDA_VISIBLE_DEVICES": ""}
+    assert found.build_device_environment() == {"CUDA_VISIBLE_DEVICES": "1,3"}
+    assert translation(tmp_path, files.TWO_CPU).build_device_environment() == {"CUDA_VISIBLE_DEVICES": ""}
     assert "train.compile" not in values(translation(tmp_path, "distributed_type: NO\ndynamo_backend: 'NO'\n"))
     assert "eager" in problems(translation(tmp_path, "distributed_type: NO\ndynamo_backend: eager\n"))
 
@@ -364,10 +364,10 @@ def test_accumulation_given_twice_has_to_agree(tmp_path: Path) -> None:
 def test_machines_of_the_command_line_win(tmp_path: Path) -> None:
     text = files.TWO_NODES.replace('main_process_ip: "192.168.1.1"\n', "")
     found = translation(tmp_path, text)
-    error = missing_rendezvous(found)
+    error = check_rendezvous(found)
     assert error is not None and "main_process_ip is missing" in str(error)
-    joined = found.with_machines(node_rank=0, rendezvous="other:1")
-    assert missing_rendezvous(joined) is None and (joined.node_rank, joined.nodes) == (0, 2)
+    joined = found.set_machines(node_rank=0, rendezvous="other:1")
+    assert check_rendezvous(joined) is None and (joined.node_rank, joined.nodes) == (0, 2)
 
 
 @pytest.mark.parametrize("width", [80, 100])

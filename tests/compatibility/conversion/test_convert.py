@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.compatibility.conversion import files
-from trainwright.compatibility.conversion.convert import Conversion, Options, convert, recognize, table
+from trainwright.compatibility.conversion.convert import Conversion, Options, convert, load_table, recognize
 from trainwright.compatibility.conversion.reading import read
 from trainwright.errors import RequestError
 from trainwright.recipe.loading import load_recipe
@@ -258,7 +258,7 @@ def test_a_constant_rate_has_no_warmup(tmp_path: Path) -> None:
     optimizer = recipe(conversion, tmp_path)["optimizer"]
     assert (optimizer["schedule"], optimizer["warmup_steps"]) == ("constant", 0)
     assert statuses(conversion)["warmup_ratio"] == "dropped"
-    values = table("open-unlearning").rules["trainer.args.lr_scheduler_type"].values
+    values = load_table("open-unlearning").rules["trainer.args.lr_scheduler_type"].values
     assert values["constant"]["over"] == ["trainer.args.warmup_ratio", "trainer.args.warmup_steps"]
 
 

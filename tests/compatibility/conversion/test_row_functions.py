@@ -13,8 +13,8 @@ from tests.compatibility.conversion import files
 from tests.compatibility.conversion.test_convert import failures, of, recipe
 from tests.data.test_row_settings import converted
 from tests.data.test_templates import CHATML, byte_level
-from trainwright.compatibility.conversion.unsloth import Unclear, settings_of
-from trainwright.data.rows.chat_templates import template_of
+from trainwright.compatibility.conversion.unsloth import Unclear, find_row_settings
+from trainwright.data.rows.chat_templates import resolve_template
 
 HEAD = """\
 alpaca_prompt = '''Below is a task {{1}}.
@@ -135,14 +135,14 @@ def test_rows_are_written_as_by_the_function_itself(name: str) -> None:
     written = script["write"]({key: [value] for key, value in ROW.items()} if is_batch else ROW)["text"]
     text = written[0] if is_batch else written
 
-    settings = settings_of(module(FUNCTIONS[name]))
+    settings = find_row_settings(module(FUNCTIONS[name]))
     template = settings.pop("chat_template", None)
     columns = {key.partition(".")[2]: settings.pop(key) for key in list(settings) if key.startswith("columns.")}
     example = converted(ROW, columns=columns, **settings)
     if isinstance(example, str):
         assert text == example + "</s>"
         return
-    tokenizer.chat_template = CHATML if template is None else template_of(template)
+    tokenizer.chat_template = CHATML if template is None else resolve_template(template)
     assert tokenizer.apply_chat_template(example, tokenize=False) == text
 
 
@@ -155,18 +155,18 @@ def write(examples):
     return {"text": [tokenizer.apply_chat_template(c, tokenize=False).removeprefix("<s>") for c in convos]}
 """
     calls = "d = load().rename_column('answer', 'gold').map(turns)\nd = d.map(write, batched=True)\n"
-    assert settings_of(module(first, calls)) == {"prompt": "{task}", "columns.answer": "answer"}
+    assert find_row_settings(module(first, calls)) == {"prompt": "{task}", "columns.answer": "answer"}
     by_trainer = "def f(row):\n    return f\"{row['a']}: {row['b']}\"\nt = SFTTrainer(model, formatting_func=f)\n"
     wanted = {"prompt": "{a}: ", "columns.answer": "b", "chat_template": "plain"}
-    assert settings_of(ast.parse(by_trainer)) == wanted
-    assert settings_of(ast.parse("d = d.map(lambda row: {'messages': row['dialogue']})")) == {
+    assert find_row_settings(ast.parse(by_trainer)) == wanted
+    assert find_row_settings(ast.parse("d = d.map(lambda row: {'messages': row['dialogue']})")) == {
         "columns.messages": "dialogue"
     }
 
 
 def test_the_beginning_of_a_text_and_the_turns_of_pairs() -> None:
     text = "def write(row):\n    return {'text': f\"{tokenizer.bos_token}{row['a']}{tokenizer.eos_token}\"}\n"
-    assert settings_of(module(text)) == {"format": "text", "columns.text": "a"}
+    assert find_row_settings(module(text)) == {"format": "text", "columns.text": "a"}
     pairs = """
 def write(row):
     return {
@@ -176,9 +176,9 @@ def write(row):
     }
 """
     columns = {"columns.prompt": "question", "columns.chosen": "chosen", "columns.rejected": "bad"}
-    assert settings_of(module(pairs)) == columns
+    assert find_row_settings(module(pairs)) == columns
     with pytest.raises(Unclear):
-        settings_of(module(pairs.replace('"user"', '"system"')))
+        find_row_settings(module(pairs.replace('"user"', '"system"')))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def write(row):
 def test_what_no_setting_does_is_unclear(body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Unclear):
-        settings_of(ast.parse(f"def write(row):\n    {body}\nd = d.map(write)\n"))
+        find_row_settings(ast.parse(f"def write(row):\n    {body}\nd = d.map(write)\n"))
     assert not list(tmp_path.iterdir())
 
 
@@ -216,7 +216,7 @@ def test_what_no_setting_does_is_unclear(body: str, tmp_path: Path, monkeypatch:
 )
 def test_calls_that_only_the_script_understands_are_unclear(call: str) -> None:
     with pytest.raises(Unclear):
-        settings_of(ast.parse(call))
+        find_row_settings(ast.parse(call))
 
 
 def test_a_script_of_unsloth_with_a_prompt(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ from typing import Annotated, Any
 import pytest
 from pydantic import BaseModel, TypeAdapter
 
-from trainwright.compatibility.conversion.convert import NULL, Rule, names, table
-from trainwright.data.rows.chat_templates import template_of
+from trainwright.compatibility.conversion.convert import NULL, Rule, list_tools, load_table
+from trainwright.data.rows.chat_templates import resolve_template
 from trainwright.recipe.extensions import load
 from trainwright.recipe.registries import OBSERVERS
-from trainwright.recipe.schema import recipe_model
+from trainwright.recipe.schema import build_recipe_model
 from trainwright.recipe.sections.data import SourceSection
 
-_TABLES = [*names(), "transformers", "peft", "launcher"]
+_TABLES = [*list_tools(), "transformers", "peft", "launcher"]
 _OF_ITEMS = {"config", "split", "files", "directory", "fraction", *SourceSection.model_fields}
 _USES = ("train", "validation", "forget", "retain")
 _ACTIONS = ("over", "drop", "refuse", "differs", "aside", "value", "note")
@@ -34,7 +34,7 @@ def check(key: str, *values: Any) -> None:
         use, _, name = key[1:].partition(".")
         assert use in _USES and name.partition(".")[0] in _OF_ITEMS, key
         return
-    path, model, index = key.split("."), recipe_model(), re.search(r"\[(\d+)\]$", key)
+    path, model, index = key.split("."), build_recipe_model(), re.search(r"\[(\d+)\]$", key)
     for number, part in enumerate(path):
         name = re.sub(r"\[\d+\]$", "", part)
         assert name in model.model_fields, f"{key}: a recipe has no {name} there"
@@ -69,17 +69,17 @@ def pairs(rule: Rule) -> Iterator[tuple[str, list[Any]]]:
 
 @pytest.mark.parametrize("name", _TABLES)
 def test_every_key_that_a_table_sets_is_one_of_the_recipe_and_may_have_its_values(name: str) -> None:
-    rows = [(key, values) for rule in table(name).rules.values() for key, values in pairs(rule)]
+    rows = [(key, values) for rule in load_table(name).rules.values() for key, values in pairs(rule)]
     assert rows
     for key, values in rows:
         check(key, *values)
         if key == "model.chat_template":
-            assert all(template_of(value) for value in values)
+            assert all(resolve_template(value) for value in values)
 
 
 @pytest.mark.parametrize("name", _TABLES)
 def test_every_rule_does_something(name: str) -> None:
-    for key, rule in table(name).rules.items():
+    for key, rule in load_table(name).rules.items():
         actions = (rule.to, rule.drop, rule.refuse, rule.by, rule.alias, rule.values or None)
         assert any(action is not None for action in actions), key
         for value, ours in rule.values.items():
@@ -91,17 +91,17 @@ def test_every_rule_does_something(name: str) -> None:
 
 @pytest.mark.parametrize("name", _TABLES)
 def test_every_function_exists_and_takes_the_keys_that_a_rule_passes(name: str) -> None:
-    for key, rule in table(name).rules.items():
+    for key, rule in load_table(name).rules.items():
         if rule.by is not None:
             function = load(f"trainwright.compatibility.conversion.{rule.by}", "a function")
             inspect.signature(function).bind(None, None, rule, **rule.arguments)
             for other in rule.arguments.values():
-                assert table(name).rule(other) is not None, f"{key}: {other} is no key of the table"
+                assert load_table(name).rule(other) is not None, f"{key}: {other} is no key of the table"
 
 
 @pytest.mark.parametrize("name", _TABLES)
 def test_every_key_that_a_rule_names_has_a_rule(name: str) -> None:
-    tool = table(name)
+    tool = load_table(name)
     for key, rule in tool.rules.items():
         for other in (*rule.over, *rule.needs, *([rule.alias] if rule.alias else [])):
             assert tool.rule(other) is not None, f"{key}: {other} is no key of the table"
@@ -127,13 +127,13 @@ def test_a_key_of_a_table_is_written_once(name: str) -> None:
 def test_every_optimizer_of_transformers_is_taken_or_refused_with_a_reason(name: str, key: str) -> None:
     from transformers.training_args import OptimizerNames
 
-    rule = table(name).rule(key)
+    rule = load_table(name).rule(key)
     assert rule is not None
     assert {one.value for one in OptimizerNames} - rule.values.keys() == set()
 
 
 def test_a_rule_of_the_longest_pattern_counts() -> None:
-    tool = table("axolotl")
+    tool = load_table("axolotl")
     assert tool.rule("wandb_project") is tool.rules["wandb_project"] and tool.rule("wandb_name") is not None
     assert tool.rule("datasets[].path") is tool.rules["datasets[].path"] and tool.rule("no_such_key") is None
 

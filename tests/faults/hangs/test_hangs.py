@@ -15,7 +15,7 @@ from tests.support.commands import ROOT, descendants, environment, wait_for
 from tests.support.forked import Finished, Started
 from tests.support.runs import ON_ROWS, TINY, Runs, events
 from tests.support.workers import srun, start_workers
-from trainwright.utils.heartbeat import heartbeat_directory, heartbeat_file, read
+from trainwright.utils.heartbeat import build_heartbeat_path, create_heartbeat_directory, read
 
 CHECKING = "train.step_policies=['tests.support.checking:SlowChecking']"
 POLICY = "train.step_policies=['tests.support.hanging:Hanging']"
@@ -46,9 +46,9 @@ def test_a_suspended_worker_is_reported_and_the_run_ends(runs: Runs) -> None:
     started = train(runs, "stop:1:4", "faults.on_hang=stop")
     started.wait_for_step(3)
     assert started.run is not None
-    directory = heartbeat_directory(started.run)
+    directory = create_heartbeat_directory(started.run)
     assert directory is not None
-    beats = {rank: read(heartbeat_file(directory, rank)) for rank in range(2)}
+    beats = {rank: read(build_heartbeat_path(directory, rank)) for rank in range(2)}
     worker = beats[1]
     assert worker is not None and worker.pid in [process.pid for process in descendants(started.pid)]
     ended = started.wait()
@@ -142,7 +142,7 @@ def test_nothing_is_left_in_shared_memory_by_workers_of_another_launcher(runs: R
         ended = worker.wait()
         assert ended.code == 0, ended.stderr
     assert workers[0].run is not None
-    directory = heartbeat_directory(workers[0].run)
+    directory = create_heartbeat_directory(workers[0].run)
     assert directory is not None
     directory.rmdir()  # raises OSError unless it is empty
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainwright.faults.hangs.judge import Conflict, RankState, conflict_of, judge, limit
+from trainwright.faults.hangs.judge import Conflict, RankState, choose_limit, find_conflict, judge
 from trainwright.utils.heartbeat import FINISHED, WAITING, Beat, EnteredCollective, Heartbeat, Times, read
 
 
@@ -51,7 +51,7 @@ def test_nobody_is_late_while_the_rank_that_others_wait_for_is_within_its_time()
     [((0, 0.0), 900.0), ((1, 8.0), 26.0), ((3, 8.0), 20.0), ((50, 0.001), 10.00125)],
 )
 def test_the_limit_follows_from_what_the_phase_has_taken(times: tuple[int, float], seconds: float) -> None:
-    assert limit(beat("forward", times=times)) == pytest.approx(seconds)
+    assert choose_limit(beat("forward", times=times)) == pytest.approx(seconds)
 
 
 def test_the_first_time_of_a_phase_lasts_until_it_ends(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_the_first_time_of_a_phase_lasts_until_it_ends(tmp_path: Path) -> None:
         own.seconds()  # counts all marks
         found = read(tmp_path / "rank-0")
         assert found is not None
-        return limit(found)
+        return choose_limit(found)
 
     own.phase("evaluation")
     for _ in range(5):
@@ -98,12 +98,12 @@ def test_work_that_comes_once_is_not_compared_with_shorter_work(
         own.phase(name)
     own.seconds()
     found = read(tmp_path / "rank-0")
-    assert found is not None and limit(found) == seconds
+    assert found is not None and choose_limit(found) == seconds
 
 
 def test_a_compiled_model_may_compile_again() -> None:
-    assert limit(beat("forward"), compiled=True) == 302.5
-    assert limit(beat("optimizer"), compiled=True) == 12.5
+    assert choose_limit(beat("forward"), compiled=True) == 302.5
+    assert choose_limit(beat("optimizer"), compiled=True) == 12.5
 
 
 def test_ranks_that_all_wait_in_one_collective_have_longer() -> None:
@@ -141,14 +141,14 @@ def test_a_rank_that_has_finished_is_not_waited_for() -> None:
 def test_different_collectives_are_named_by_rank_and_line() -> None:
     one, other = beat(), beat()
     other.collectives[4] = call(4, "broadcast", "float32[5]", "b.py:9")
-    found = conflict_of({0: one, 1: one, 2: other})
+    found = find_conflict({0: one, 1: one, 2: other})
     assert found == Conflict(
         (2,),
         "the ranks have entered different collectives: as number 4, rank 0 has entered all_reduce of float32[3] at "
         "a.py:1, and rank 2 broadcast of float32[5] at b.py:9",
     )
     other.collectives[4] = call(4, tensor="float64[3]")
-    found = conflict_of({0: one, 1: one, 2: other})
+    found = find_conflict({0: one, 1: one, 2: other})
     assert found is not None and "rank 2 all_reduce of float64[3]" in found.detail
 
 
@@ -167,8 +167,8 @@ def test_of_two_ranks_the_one_that_went_further_has_not_entered_what_the_other_w
 def test_lines_may_differ_in_a_run_that_is_right() -> None:
     one, other = beat(), beat()
     other.collectives[5] = call(5, line="b.py:9")
-    assert conflict_of({0: one, 1: other}) is None
-    assert conflict_of({0: one, 1: other}, lines=True) is not None
+    assert find_conflict({0: one, 1: other}) is None
+    assert find_conflict({0: one, 1: other}, lines=True) is not None
     assert judge({0: RankState(one, 11.0), 1: RankState(other, 11.0)}) is None
     found = judge({0: RankState(one, 13.0), 1: RankState(other, 13.0)})
     assert found is not None and found.ranks == (0, 1)
@@ -181,4 +181,4 @@ def test_objects_may_have_another_size_on_each_rank() -> None:
     one, other = beat(), beat()
     one.collectives[4] = call(4, "all_gather_object", "uint8[3]")
     other.collectives[4] = call(4, "all_gather_object", "uint8[9]")
-    assert conflict_of({0: one, 1: other}) is None
+    assert find_conflict({0: one, 1: other}) is None

@@ -22,7 +22,7 @@ from trainwright.errors import TrainingError
 from trainwright.faults.hangs import judge as judging
 from trainwright.faults.hangs.evidence import keep_collectives, remove_pipes, wait_for_collectives, write_collectives
 from trainwright.faults.hangs.judge import Machines, RankState, judge
-from trainwright.faults.hangs.watcher import _workers, watching
+from trainwright.faults.hangs.watcher import _list_workers, watch_run
 from trainwright.parallel.world import RankInfo
 from trainwright.utils.heartbeat import (
     FINISHED,
@@ -31,8 +31,8 @@ from trainwright.utils.heartbeat import (
     EnteredCollective,
     Heartbeat,
     Times,
-    heartbeat_directory,
-    heartbeat_file,
+    build_heartbeat_path,
+    create_heartbeat_directory,
     read,
 )
 
@@ -64,20 +64,20 @@ def test_the_watcher_of_rank_0_decides_from_what_all_machines_report(
     monkeypatch.setattr(judging, "_STACKS_SECONDS", 0.3)
     one, two = both(tmp_path)
     waits, late = seen(11, 8, 20.0, "forward", waiting=True), seen(22, 7, 20.0)
-    assert one.everyone({0: waits}) is None, "the other machine may make progress"
-    assert two.everyone({1: late}) is None, "only rank 0's machine decides"
-    found = one.everyone({0: waits})
+    assert one.exchange_reports({0: waits}) is None, "the other machine may make progress"
+    assert two.exchange_reports({1: late}) is None, "only rank 0's machine decides"
+    found = one.exchange_reports({0: waits})
     assert found == {0: waits, 1: late}
     verdict = judge(found)
     assert verdict is not None and (verdict.ranks, verdict.phase) == ((1,), "data")
-    assert two.decided({1: 22}) is None
+    assert two.read_decision({1: 22}) is None
     one.decide(verdict, found)
-    assert two.decided({1: 22}) == verdict
-    assert two.decided({1: 23}) is None, "a process of a later launch"
+    assert two.read_decision({1: 22}) == verdict
+    assert two.read_decision({1: 23}) is None, "a process of a later launch"
     two.give({1: "File x"})
     assert one.stacks(frozenset({1})) == {1: "File x"}
     one.decide(None, {})
-    assert two.decided({1: 22}) is None
+    assert two.read_decision({1: 22}) is None
     two.close()
     one.close()
     assert not (tmp_path / "logs" / "hangs").exists()
@@ -91,21 +91,21 @@ def test_stacks_of_other_machines_are_there_until_the_watcher_of_rank_0_has_read
     monkeypatch.setattr(judging, "_STACKS_SECONDS", 0.3)
     one, two = both(tmp_path)
     waits, late = seen(11, 8, 20.0, "forward", waiting=True), seen(22, 7, 20.0)
-    two.everyone({1: late})
-    found = one.everyone({0: waits})
+    two.exchange_reports({1: late})
+    found = one.exchange_reports({0: waits})
     assert found is not None
     one.decide(judge(found), found)
-    assert two.decided({1: 22}) is not None
+    assert two.read_decision({1: 22}) is not None
     two.give({1: "File x"})
     if ends:
         two.close()
     else:
-        two.everyone({1: late})
+        two.exchange_reports({1: late})
     assert one.stacks(frozenset({1})) == {1: "File x"}
     if not ends:
         one.decide(None, {})
-        assert two.decided({1: 22}) is None
-        two.everyone({1: late})
+        assert two.read_decision({1: 22}) is None
+        two.exchange_reports({1: late})
         assert Machines(tmp_path, 2, decides=False).stacks(frozenset({1})) == {}, "of another hang"
         two.close()
     one.close()
@@ -117,7 +117,7 @@ def test_a_machine_that_closes_after_the_decision_is_gone_leaves_nothing(
 ) -> None:
     monkeypatch.setattr(judging, "_PUBLISH_SECONDS", 0.0)
     one, two = both(tmp_path)
-    two.everyone({1: seen(22, 7, 20.0)})
+    two.exchange_reports({1: seen(22, 7, 20.0)})
     one.close()
     two.give({1: "File x"})
     two.close()
@@ -129,49 +129,49 @@ def test_a_machine_that_makes_progress_or_reports_no_more_is_not_judged(
 ) -> None:
     monkeypatch.setattr(judging, "_PUBLISH_SECONDS", 0.0)
     one, two = both(tmp_path)
-    two.everyone({1: seen(22, 7, 20.0)})
-    two.everyone({1: seen(22, 7, 0.5)})  # it goes on
-    assert one.everyone({0: seen(11, 8, 20.0)}) is None
-    two.everyone({1: seen(22, 7, 20.0, FINISHED)})
-    assert one.everyone({0: seen(11, 8, 20.0)}) is not None
+    two.exchange_reports({1: seen(22, 7, 20.0)})
+    two.exchange_reports({1: seen(22, 7, 0.5)})  # it goes on
+    assert one.exchange_reports({0: seen(11, 8, 20.0)}) is None
+    two.exchange_reports({1: seen(22, 7, 20.0, FINISHED)})
+    assert one.exchange_reports({0: seen(11, 8, 20.0)}) is not None
     monkeypatch.setattr(judging, "_FRESH", 0.0)
-    assert one.everyone({0: seen(11, 8, 20.0)}) is None
+    assert one.exchange_reports({0: seen(11, 8, 20.0)}) is None
 
 
 def test_heartbeats_that_a_killed_job_has_left_are_not_those_of_processes_with_the_same_pids(tmp_path: Path) -> None:
-    directory = heartbeat_directory(tmp_path)
+    directory = create_heartbeat_directory(tmp_path)
     assert directory is not None
     try:
         for rank in (0, 1, 7):
-            Heartbeat(heartbeat_file(directory, rank))
-        assert _workers(tmp_path, 8) == dict.fromkeys((0, 1, 7), os.getpid())
-        assert _workers(tmp_path, 4) == dict.fromkeys((0, 1), os.getpid())
+            Heartbeat(build_heartbeat_path(directory, rank))
+        assert _list_workers(tmp_path, 8) == dict.fromkeys((0, 1, 7), os.getpid())
+        assert _list_workers(tmp_path, 4) == dict.fromkeys((0, 1), os.getpid())
         time.sleep(2.1)
         with subprocess.Popen(["sleep", "60"]) as other:
-            file = heartbeat_file(directory, 1)
+            file = build_heartbeat_path(directory, 1)
             data = bytearray(file.read_bytes())
             memoryview(data).cast("q")[PID] = other.pid
             file.write_bytes(data)
-            assert _workers(tmp_path, 8) == dict.fromkeys((0, 7), os.getpid())
+            assert _list_workers(tmp_path, 8) == dict.fromkeys((0, 7), os.getpid())
             other.kill()
-        assert _workers(tmp_path, 8) == dict.fromkeys((0, 7), os.getpid())
+        assert _list_workers(tmp_path, 8) == dict.fromkeys((0, 7), os.getpid())
     finally:
         shutil.rmtree(directory)
 
 
 def test_a_failure_is_explained_by_different_collectives(tmp_path: Path) -> None:
-    directory = heartbeat_directory(tmp_path)
+    directory = create_heartbeat_directory(tmp_path)
     assert directory is not None
-    workers = [Heartbeat(heartbeat_file(directory, rank)) for rank in range(2)]
+    workers = [Heartbeat(build_heartbeat_path(directory, rank)) for rank in range(2)]
     second = RankInfo(rank=1, size=2, local_rank=1, local_size=2, gpu=0)
     try:
         for own in workers:
             own.enter("all_reduce", "float32[3]", "a.py:1", counted=True, same_shape=True)
-        with pytest.raises(RuntimeError, match="closed by peer"), watching(tmp_path, second, sys.stderr):
+        with pytest.raises(RuntimeError, match="closed by peer"), watch_run(tmp_path, second, sys.stderr):
             raise RuntimeError("Connection closed by peer")
         for own, size in zip(workers, (3, 9), strict=True):
             own.enter("all_reduce", f"float32[{size}]", "b.py:2", counted=True, same_shape=True)
-        with pytest.raises(TrainingError) as found, watching(tmp_path, second, sys.stderr):
+        with pytest.raises(TrainingError) as found, watch_run(tmp_path, second, sys.stderr):
             raise RuntimeError("Connection closed by peer")
     finally:
         shutil.rmtree(directory)
@@ -183,8 +183,8 @@ def test_a_failure_is_explained_by_different_collectives(tmp_path: Path) -> None
 def test_what_an_earlier_launch_has_left_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judging, "_PUBLISH_SECONDS", 0.0)
     _, two = both(tmp_path)
-    two.everyone({1: seen(22, 7, 2000.0)})
-    assert both(tmp_path)[0].everyone({0: seen(11, 8, 20.0)}) is None
+    two.exchange_reports({1: seen(22, 7, 2000.0)})
+    assert both(tmp_path)[0].exchange_reports({0: seen(11, 8, 20.0)}) is None
 
 
 def test_collectives_are_asked_for_through_the_pipes_that_torch_opens(
@@ -297,12 +297,12 @@ def under_torchrun(run: Path, runs: Runs, *overrides: str, **variables: str) -> 
 
 
 def _worker(run: Path, rank: int) -> int:
-    directory = heartbeat_directory(run)
+    directory = create_heartbeat_directory(run)
     assert directory is not None
-    beat = read(heartbeat_file(directory, rank))
+    beat = read(build_heartbeat_path(directory, rank))
     while beat is None:
         time.sleep(0.05)
-        beat = read(heartbeat_file(directory, rank))
+        beat = read(build_heartbeat_path(directory, rank))
     return beat.pid
 
 

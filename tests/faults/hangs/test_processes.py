@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.support.commands import environment, wait_for
-from trainwright.faults.hangs.watcher import Moving, ProcessState, bytes_moved, state_of
+from trainwright.faults.hangs.watcher import Moving, ProcessState, count_moved_bytes, read_state
 
 PTRACE_ATTACH, PTRACE_DETACH = 16, 17  # linux/ptrace.h
 
@@ -35,7 +35,7 @@ def family() -> Iterator[tuple[psutil.Process, psutil.Process]]:
 
 
 def state(process: psutil.Process) -> ProcessState:
-    found = state_of(process.pid)
+    found = read_state(process.pid)
     assert found is not None
     return found
 
@@ -70,8 +70,8 @@ def test_a_process_that_a_debugger_holds_is_paused(family: tuple[psutil.Process,
 def test_bytes_of_the_processes_that_a_worker_has_started_count() -> None:
     with subprocess.Popen(["sh", "-c", "dd if=/dev/zero of=/dev/null & wait"], stderr=subprocess.DEVNULL) as parent:
         children = wait_for(psutil.Process(parent.pid).children)
-        before = bytes_moved(parent.pid)
-        wait_for(lambda: bytes_moved(parent.pid) > before + 1000)
+        before = count_moved_bytes(parent.pid)
+        wait_for(lambda: count_moved_bytes(parent.pid) > before + 1000)
         for process in (*children, parent):
             process.send_signal(signal.SIGKILL)
 
@@ -110,8 +110,8 @@ def test_the_thread_that_waited_longest_for_a_core_counts() -> None:
         return ProcessState(suspended=False, paused=False, on_disk=False, used=0.0, waited=waits)
 
     now = with_waits({1: 5.0, 2: 9.0, 3: 7.0})
-    assert now.starved(with_waits({1: 4.0, 2: 6.0})) == 3.0
-    assert now.starved(with_waits({})) == 0.0
+    assert now.measure_starvation(with_waits({1: 4.0, 2: 6.0})) == 3.0
+    assert now.measure_starvation(with_waits({})) == 0.0
 
 
 def test_all_threads_are_looked_at_only_if_asked() -> None:
@@ -119,7 +119,7 @@ def test_all_threads_are_looked_at_only_if_asked() -> None:
     thread = threading.Thread(target=done.wait)
     thread.start()
     try:
-        main, every = state_of(os.getpid()), state_of(os.getpid(), closely=True)
+        main, every = read_state(os.getpid()), read_state(os.getpid(), closely=True)
     finally:
         done.set()
         thread.join()

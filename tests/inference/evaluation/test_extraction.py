@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainwright.errors import RequestError
-from trainwright.inference.evaluation.metrics import AnswerMatch, extractor, same
+from trainwright.inference.evaluation.metrics import AnswerMatch, build_extractor, is_same_answer
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from trainwright.inference.evaluation.metrics import AnswerMatch, extractor, sam
     ],
 )
 def test_what_is_found(pattern: str, text: str, found: str | None) -> None:
-    assert extractor(pattern)(text) == found
+    assert build_extractor(pattern)(text) == found
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_what_is_found(pattern: str, text: str, found: str | None) -> None:
     ],
 )
 def test_short_answers_are_compared_as_numbers_where_both_are(one: str, other: str, equal: bool) -> None:
-    assert same(one, other) is equal
+    assert is_same_answer(one, other) is equal
 
 
 def test_an_answer_without_one_is_wrong_and_a_reference_without_one_refused() -> None:
@@ -56,4 +56,4 @@ def test_an_answer_without_one_is_wrong_and_a_reference_without_one_refused() ->
 
 def test_a_pattern_that_is_none_is_refused() -> None:
     with pytest.raises(RequestError, match="is not a regular expression: missing"):
-        extractor("(")
+        build_extractor("(")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from trainwright.inference.evaluation.measure import likelihood_columns
-from trainwright.inference.evaluation.rows import Column, difference, estimate
+from trainwright.inference.evaluation.measure import build_likelihood_columns
+from trainwright.inference.evaluation.rows import Column, estimate, estimate_difference
 from trainwright.inference.scoring import TokenScores
 
 
@@ -18,7 +18,7 @@ def scores(losses: list[float], correct: list[bool]) -> TokenScores:
 def test_likelihoods_by_hand() -> None:
     rows = [scores([1.0, 2.0, 3.0], [True, False, False]), scores([0.5], [True])]
     names = ["loss", "perplexity", "token_accuracy", "answer_probability"]
-    columns = likelihood_columns(names, rows, [2, 1])
+    columns = build_likelihood_columns(names, rows, [2, 1])
     assert list(columns) == names
     assert columns["loss"].value() == pytest.approx(6.5 / 4)  # over targets, not over rows
     assert columns["perplexity"].value() == pytest.approx(np.exp(6.5 / 4))
@@ -29,7 +29,7 @@ def test_likelihoods_by_hand() -> None:
 
 def test_a_row_without_an_answer_has_no_answer_probability() -> None:
     rows = [scores([1.0], [True]), scores([2.0], [True])]
-    column = likelihood_columns(["answer_probability"], rows, [0, 1])["answer_probability"]
+    column = build_likelihood_columns(["answer_probability"], rows, [0, 1])["answer_probability"]
     assert column.value() == pytest.approx(np.exp(-2.0)) and column.row(0) is None
 
 
@@ -61,7 +61,7 @@ def test_a_difference_is_of_the_same_rows() -> None:
     chance = np.random.default_rng(3)
     hard = chance.normal(0, 10, 200)  # rows differ much more than the models do
     one, other = Column.of_rows(list(hard + 1 + chance.normal(0, 0.1, 200))), Column.of_rows(list(hard))
-    found = difference(one, other)
+    found = estimate_difference(one, other)
     assert found.low is not None and found.high is not None
     assert found.value == pytest.approx(1, abs=0.05) and 0.95 < found.low < 1 < found.high < 1.05
     alone = estimate(one)
@@ -73,7 +73,7 @@ def test_of_one_row_there_is_no_interval_and_of_equal_rows_it_is_a_point() -> No
     assert estimate(Column.of_rows([0.5])).low is None
     found = estimate(Column.of_rows([0.5] * 10))
     assert (found.value, found.low, found.high) == (0.5, 0.5, 0.5)
-    assert difference(Column.of_rows([0.5] * 10), Column.of_rows([0.5] * 10)).low == 0
+    assert estimate_difference(Column.of_rows([0.5] * 10), Column.of_rows([0.5] * 10)).low == 0
 
 
 def test_an_estimate_is_the_same_each_time() -> None:
@@ -95,11 +95,11 @@ def test_a_proportion_has_the_interval_of_wilson_also_at_its_ends() -> None:
 
 def test_proportions_of_the_same_rows_differ_by_the_interval_of_newcombe() -> None:
     none = Column.of_rows([0.0] * 20)
-    found = difference(none, none)
+    found = estimate_difference(none, none)
     assert found.value == 0.0 and found.low is not None and found.high is not None and found.low < 0 < found.high
     # Newcombe 1998, table II: 36 of 50 and 27 of 50 with 20 in both give 0.18 and about -0.03 to 0.36.
     one = Column.of_rows([1.0] * 20 + [1.0] * 16 + [0.0] * 7 + [0.0] * 7)
     other = Column.of_rows([1.0] * 20 + [0.0] * 16 + [1.0] * 7 + [0.0] * 7)
-    found = difference(one, other)
+    found = estimate_difference(one, other)
     assert found.value == pytest.approx(0.18) and found.low is not None and found.high is not None
     assert -0.05 < found.low < 0.02 and 0.33 < found.high < 0.37

@@ -16,10 +16,17 @@ import trainwright as tw
 from tests.support.runs import ON_ROWS, TINY, Runs
 from trainwright.errors import RequestError
 from trainwright.observe.ledger import LedgerLine, RankLedger
-from trainwright.observe.reports.charts import curve_charts
-from trainwright.observe.reports.comparing import paired_differences, recipe_differences
-from trainwright.observe.reports.figures import RunFigures, curves_of, moving_average, thinned
-from trainwright.observe.reports.page import Page, RunRemarks, machines, prose, seconds_by_kind, write_remarks
+from trainwright.observe.reports.charts import build_curve_charts
+from trainwright.observe.reports.comparing import compute_paired_differences, find_recipe_differences
+from trainwright.observe.reports.figures import RunFigures, build_curves, compute_moving_average, thin_points
+from trainwright.observe.reports.page import (
+    Page,
+    RunRemarks,
+    format_machines,
+    format_prose,
+    sum_seconds_by_kind,
+    write_remarks,
+)
 
 HOSTILE = '</script><script>alert(1)</script><img src=x onerror="alert(2)">\u202e\x1b[31m'
 
@@ -112,7 +119,7 @@ def test_seconds_of_a_resumed_run_belong_to_what_they_were_used_for(tmp_path: Pa
         *(start(110.0, resumed=1), step(2, 111.0), step(3, 112.0), evaluate(3, 112.5, 1.0)),
         {"event": "checkpoint", "time": 113.0, "step": 3, "path": "x", "seconds": 2.0, "blocked_seconds": 0.25},
     )
-    assert seconds_by_kind(RunFigures.read(run)) == pytest.approx(
+    assert sum_seconds_by_kind(RunFigures.read(run)) == pytest.approx(
         {"steps": 3.0, "repeated": 2.0, "evaluation": 0.5, "checkpoints": 0.25, "paused": 7.0, "other": 0.25}
     )
 
@@ -127,13 +134,13 @@ def test_seconds_of_ranks_are_compared_in_one_unit(tmp_path: Path) -> None:
 
 
 def test_commands_in_sentences_are_shown_as_code() -> None:
-    assert prose("run `a <b>` again") == "<p>Run <code>a &lt;b&gt;</code> again</p>"
+    assert format_prose("run `a <b>` again") == "<p>Run <code>a &lt;b&gt;</code> again</p>"
 
 
 def test_a_long_curve_keeps_its_extremes() -> None:
     points = [(n, float(n % 7)) for n in range(100_000)]
     points[54_321] = (54_321, 99.0)
-    shown = thinned(points, 1000)
+    shown = thin_points(points, 1000)
     assert len(shown) <= 1002 and (54_321, 99.0) in shown and shown[0] == (0, 0.0) and shown[-1] == points[-1]
 
 
@@ -143,19 +150,21 @@ def test_a_gap_in_a_curve_stays_a_gap(tmp_path: Path) -> None:
     metrics = {n: {"each": float(n), **({"rare": 1.0} if n in (2, 8) else {})} for n in numbers}
     steps = [step(n, 100.0 + n, 2.0 if n != 8 else float("nan"), metrics=metrics[n]) for n in numbers]
     run = RunFigures.read(written(tmp_path / "run", start(100.0), *steps))
-    curves = curves_of(run)
+    curves = build_curves(run)
     assert curves["loss"].breaks == [6, 8] and curves["each"].breaks == [6] and curves["rare"].breaks == []
-    charts = {chart["title"]: chart for chart in curve_charts([run])}
+    charts = {chart["title"]: chart for chart in build_curve_charts([run])}
     parts = {row["step"]: row["part"] for row in charts["Training loss"]["data"]["values"]}
     assert parts == {1: 0, 2: 0, 3: 0, 6: 1, 7: 1, 9: 2}
     assert [row["step"] for row in charts["Training loss"]["data"]["values"] if row.get("alone")] == [9]
 
 
 def test_smoothed_curves_follow_the_means_and_lose_no_point(tmp_path: Path) -> None:
-    assert moving_average([4.0, 4.0, 4.0], 0.9) == pytest.approx([4.0, 4.0, 4.0]), "without a bias to its beginning"
-    assert moving_average([0.0, 1.0], 0.5) == pytest.approx([0.0, 2 / 3])
+    assert compute_moving_average([4.0, 4.0, 4.0], 0.9) == pytest.approx([4.0, 4.0, 4.0]), (
+        "without a bias to its beginning"
+    )
+    assert compute_moving_average([0.0, 1.0], 0.5) == pytest.approx([0.0, 2 / 3])
     long = [step(n, 100.0 + n, 2.0 + (-1.0) ** n) for n in range(1, 5001)]
-    found = curves_of(RunFigures.read(written(tmp_path / "run", start(100.0), *long)), limit=100)
+    found = build_curves(RunFigures.read(written(tmp_path / "run", start(100.0), *long)), limit=100)
     assert {len(values) for values in found["loss"].smoothed.values()} == {len(found["loss"].points)}
     assert found["loss"].smoothed[0.9] == pytest.approx([2.0] * len(found["loss"].points)), "of means, not of extremes"
     assert found["learning_rate"].smoothed == {}
@@ -206,7 +215,7 @@ def test_an_evaluation_whose_step_is_lost_is_at_the_step_before_it(tmp_path: Pat
         evaluate(0, 100.5, 2.0),
         evaluate(3, 103.0, 1.0),
     ]
-    charts = curve_charts([RunFigures.read(written(tmp_path / "run", *lost))])
+    charts = build_curve_charts([RunFigures.read(written(tmp_path / "run", *lost))])
     values = next(chart["data"]["values"] for chart in charts if chart["title"] == "Validation loss")
     assert [(value["step"], value["tokens"]) for value in values] == [(0, 0.0), (3, 20.0)]
 
@@ -215,7 +224,7 @@ def test_positions_on_every_axis(tmp_path: Path) -> None:
     run = RunFigures.read(finished(tmp_path / "run"))
     assert run.positions("seconds") == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
     assert run.positions("flops")[4] == 6 * 100 * 40
-    assert curves_of(run)["validation/loss"].points == [(2, 1.8), (3, 1.7), (4, 1.6)]
+    assert build_curves(run)["validation/loss"].points == [(2, 1.8), (3, 1.7), (4, 1.6)]
 
 
 class Scripts(HTMLParser):
@@ -264,7 +273,7 @@ def test_a_run_is_compared_with_others(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="nowhere: no such directory"):
         tw.compare(tmp_path / "nowhere")
     same = [RunFigures.read(one), RunFigures.read(one)]
-    assert recipe_differences(same) == {} and paired_differences(same)[0].last == (1.6, 1.6)
+    assert find_recipe_differences(same) == {} and compute_paired_differences(same)[0].last == (1.6, 1.6)
     for several in ([[one, two]], [tmp_path], [str(tmp_path)], [(one,), two]):
         assert [run.name for run in tw.compare(*several).runs] == ["one", "two"]
     (tmp_path / "none").mkdir()
@@ -398,7 +407,7 @@ def test_what_machines_did_is_drawn_where_it_is_something() -> None:
     ]
     lines = [LedgerLine(1, 110.0 + n, n, 100.0, {}, system) for n, system in enumerate(samples)]
     page = Page("machines")
-    page.add("".join(machines([RankLedger(3, lines, {}, 12.0)], page)))
+    page.add("".join(format_machines([RankLedger(3, lines, {}, 12.0)], page)))
     shown = page.render()
     assert shown.index("chart-0") < shown.index("<summary>2 more charts</summary>") < shown.index("chart-1")
     assert "Cores used by each process" in shown and "Waiting for a core" in shown and "Clock of each GPU" in shown

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from tests.support.commands import trainwright
 from trainwright.machine.sharing import lock_directory
 from trainwright.observe.following import RunFollower
-from trainwright.observe.watching.app import Board, application
+from trainwright.observe.watching.app import Board, build_application
 
 NAME = "a\u202e<script>'\""
 STEP = {"event": "step", "loss": 2.0, "step_time": 1.0, "tokens": 10, "tokens_per_second": 9.0}
@@ -58,7 +58,7 @@ def board(tmp_path: Path) -> Board:
 
 @pytest.fixture
 def client(board: Board) -> Iterator[TestClient]:
-    found = TestClient(application(board, "secret"))
+    found = TestClient(build_application(board, "secret"))
     found.params = {"token": "secret"}
     yield found
 
@@ -66,7 +66,7 @@ def client(board: Board) -> Iterator[TestClient]:
 @pytest.mark.parametrize("path", ["/", "/page.js", "/runs", "/events", "/log?run=one&file=rank-0.log"])
 @pytest.mark.parametrize("token", ["", "wrong"])
 def test_nothing_is_answered_without_the_token(board: Board, path: str, token: str) -> None:
-    answer = TestClient(application(board, "secret")).get(path, headers={"x": "y"}, params={"token": token})
+    answer = TestClient(build_application(board, "secret")).get(path, headers={"x": "y"}, params={"token": token})
     assert answer.status_code == 403
     assert "default-src 'none'" in answer.headers["content-security-policy"]
 
@@ -109,7 +109,7 @@ def test_every_metric_of_steps_and_evaluations_has_a_curve(board: Board, client:
     assert "memory_bytes" not in curves, "the run has none"
     follower = RunFollower(tmp_path / "more")
     follower.look()
-    restored = RunFollower.restored(tmp_path / "more", follower.state())
+    restored = RunFollower.from_state(tmp_path / "more", follower.state())
     assert restored.metrics["reward"].points("reward", "step", 10)[:2] == [[5, 7], [2.5, 9.0]]
 
 

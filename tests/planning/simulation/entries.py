@@ -11,9 +11,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainwright.engine.task import task_module
-from trainwright.machine.cache import cache_root
-from trainwright.planning.simulation.recorders import CollectiveLog, Phases, collective_of
+from trainwright.engine.task import import_task_module
+from trainwright.machine.cache import find_cache_root
+from trainwright.planning.simulation.recorders import CollectiveLog, Phases, find_collective
 from trainwright.recipe.loading import load_recipe
 from trainwright.run.run_worker import Worker, run_worker
 
@@ -29,7 +29,7 @@ class RecordCollectives(TorchDispatchMode):
         """Note a collective and call it."""
         if any(kind not in (torch.Tensor, torch.nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented  # a DTensor takes itself apart first; it finds its layout with fake tensors
-        if (collective := collective_of(func, args, kwargs or {})) is not None:
+        if (collective := find_collective(func, args, kwargs or {})) is not None:
             self._log.note(collective)
         return func(*args, **(kwargs or {}))
 
@@ -39,9 +39,9 @@ def record(run: str) -> None:
     directory, rank = Path(run), os.environ["RANK"]
     torch.set_num_threads(1)
     recipe = load_recipe(directory / "recipe.yaml")
-    task_module(recipe).prepare_once(recipe, cache_root())
+    import_task_module(recipe).prepare_once(recipe, find_cache_root())
     phases = Phases()
     log = CollectiveLog(phases)
     with RecordCollectives(log):
         run_worker(Worker(directory), watch=phases.watch)
-    (directory / f"collectives-{rank}.json").write_text(json.dumps(log.of_step(phases.finished)))
+    (directory / f"collectives-{rank}.json").write_text(json.dumps(log.count_step(phases.finished)))

@@ -13,7 +13,7 @@ from tests.support.commands import python, trainwright
 from tests.support.runs import ON_ROWS, TINY, Runs
 from trainwright.errors import RequestError
 from trainwright.machine.detect import detect
-from trainwright.planning.simulation.start import simulated_machine
+from trainwright.planning.simulation.start import read_simulated_machine
 from trainwright.recipe.loading import load_recipe
 from trainwright.run import run_directory
 from trainwright.run.resolve import resolve
@@ -163,7 +163,7 @@ def recorded(runs: Runs, name: str) -> dict[str, list[int]]:
     resolved = resolve(load_recipe(TINY, overrides), detect())
     run = runs.new_directory("recorded")
     run.mkdir()
-    text = run_directory.recipe_text(resolved.recipe)
+    text = run_directory.format_recipe(resolved.recipe)
     run_directory.record(run, text, "tiny", resolved.reasons, resolved.plan.document, resolved.chosen)
     runs.function("tests.planning.simulation.entries:record", str(run), processes=ranks)
     counts: dict[str, list[int]] = json.loads((run / "collectives-0.json").read_text())
@@ -216,7 +216,7 @@ from transformers import AutoConfig
 from tests.planning.simulation.test_matrix import ARCHITECTURES
 from trainwright.models.files import check_saved, save_model
 from trainwright.models.load import load_tokenizer
-from trainwright.models.weights import empty_model
+from trainwright.models.weights import build_empty_model
 from trainwright.planning.simulation.device import install_files
 from trainwright.planning.simulation.mode import Simulated, install
 from trainwright.planning.simulation.recorders import Logs
@@ -228,7 +228,7 @@ install_files()
 config = AutoConfig.for_model("deepseek_v3", **ARCHITECTURES["deepseek_v3"])
 tokenizer = load_tokenizer(ModelSection(config={"model_type": "deepseek_v3"}, tokenizer="bytes"))
 with FakeTensorMode(allow_non_fake_inputs=True), Simulated(logs, (9, 0)):
-    trained = {name: torch.empty(tensor.shape) for name, tensor in empty_model(config).state_dict().items()}
+    trained = {name: torch.empty(tensor.shape) for name, tensor in build_empty_model(config).state_dict().items()}
     assert any("e_score_correction_bias" in name for name in trained)
     checksums = save_model(Path("final"), config, trained, tokenizer)
     assert check_saved(Path("final"), checksums, torch.zeros(1, 8, dtype=torch.int64), None) is None
@@ -252,7 +252,7 @@ def test_what_is_read_from_a_simulated_file_is_what_was_written(tmp_path: Path) 
 )
 def test_a_machine_that_cannot_be_simulated_is_refused(machine: str, said: str) -> None:
     with pytest.raises(RequestError, match=said) as raised:
-        simulated_machine(machine)
+        read_simulated_machine(machine)
     assert str(raised.value).startswith("--simulate: ")
 
 
@@ -265,9 +265,9 @@ def test_gpus_that_the_environment_hides_are_not_simulated(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     if count is None:
         with pytest.raises(RequestError, match=r"CUDA_VISIBLE_DEVICES names 4, but .* has the GPUs 0 to 3 on each"):
-            simulated_machine("2x4xT4")
+            read_simulated_machine("2x4xT4")
     else:
-        assert simulated_machine("2x4xT4").devices == 2 * count
+        assert read_simulated_machine("2x4xT4").devices == 2 * count
 
 
 @pytest.mark.slow

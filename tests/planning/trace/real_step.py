@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainwright.data.stream.batch import Batch
 from trainwright.models.adapters.attaching import attach_adapter
-from trainwright.models.adapters.files import fully_trained
+from trainwright.models.adapters.files import list_fully_trained
 from trainwright.models.causal_lm import CausalLM, RouterLoss
 from trainwright.models.float8 import use_float8
 from trainwright.models.quantization import quantize
@@ -37,7 +37,7 @@ def real_model(request: TraceRequest) -> CausalLM:
         fields = json.loads(request.model.configuration)
         adapter = AdapterSection(**json.loads(request.model.adapter))
         if adapter.quantization != "none":
-            keep = fully_trained(adapter)
+            keep = list_fully_trained(adapter)
             quantize(
                 model,
                 adapter.quantization,
@@ -135,7 +135,7 @@ def _counted(operation: Operation[int]) -> bool:
 
 def planned(model: SizedModel) -> dict[str, int]:
     """Return the same as ``measured`` from a trace, if gradients stay until the end of the step."""
-    units = model.in_order()
+    units = model.list_units()
     live = peak = ready = flops = 0
     for unit, part in [*((u, u.forward) for u in units), *((u, u.backward) for u in reversed(units))]:
         bytes_of = {p.name: p.numel * p.width for p in unit.parameters}

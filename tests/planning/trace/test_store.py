@@ -16,9 +16,9 @@ from bench.plan_traces import REGIME, requests
 from tests.support.commands import ROOT, environment
 from trainwright.errors import RequestError
 from trainwright.planning.trace import store, tracing
-from trainwright.planning.trace.catalog import known_model
+from trainwright.planning.trace.catalog import look_up_model
 from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
-from trainwright.planning.trace.traced import _in_child, key_of, sized
+from trainwright.planning.trace.traced import _run_in_child, build_trace_key, size_model
 from trainwright.planning.trace.tracing import trace_or_bound
 from trainwright.planning.trace.units import BatchShape, ModelTrace, Size
 
@@ -43,13 +43,13 @@ def test_a_shipped_trace_is_read_without_torch(begin: str) -> None:
     program = f"""
 {begin}
 import sys
-from trainwright.planning.trace.catalog import known_model
+from trainwright.planning.trace.catalog import look_up_model
 from trainwright.planning.trace.units import BatchShape
 from bench.plan_traces import requests
 from trainwright.planning.trace.request import TracedModel
-from trainwright.planning.trace.traced import sized
-for request in requests(TracedModel.of(known_model({MODEL!r}).config)):
-    sized(request, BatchShape(1, 8192, ((8192, 1),), 8191, True, False))
+from trainwright.planning.trace.traced import size_model
+for request in requests(TracedModel.of(look_up_model({MODEL!r}).config)):
+    size_model(request, BatchShape(1, 8192, ((8192, 1),), 8191, True, False))
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -71,23 +71,23 @@ def parts(trace: ModelTrace[Size]) -> tuple[Any, ...]:
     ],
 )
 def test_shipped_traces_are_those_of_today(model: str) -> None:
-    known = known_model(model)
+    known = look_up_model(model)
     assert known is not None
     request = next(requests(TracedModel.of(known.config)))
-    traced = store.as_json(trace_or_bound(request, REGIME))
-    shipped = store.read(key_of(request, REGIME), request.model.configuration)
+    traced = store.to_json(trace_or_bound(request, REGIME))
+    shipped = store.read_value(build_trace_key(request, REGIME), request.model.configuration)
     assert parts(store.from_json(traced)) == parts(store.from_json(shipped))
 
 
 def test_a_trace_reads_back_as_it_was_written() -> None:
     request = TraceRequest(TracedModel.of(CONFIGURATION), Device("cpu"), "fp32", "plain")
     trace = trace_or_bound(request, Regime())
-    assert parts(store.from_json(json.loads(json.dumps(store.as_json(trace))))) == parts(trace)
+    assert parts(store.from_json(json.loads(json.dumps(store.to_json(trace))))) == parts(trace)
 
 
 @pytest.mark.parametrize("changed", ["models/linear_losses.py", "planning/trace/fit.py", "planning/search.py"])
 def test_a_trace_of_other_code_of_ours_is_not_read(changed: str, tmp_path: Path) -> None:
-    store.write("a trace", 1)
+    store.write_value("a trace", 1)
     copy = Path(shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.zip", "__pycache__")))
     with (copy / "trainwright" / changed).open("a") as file:
         file.write("# another version\n")
@@ -102,31 +102,36 @@ def test_a_trace_of_other_code_of_ours_is_not_read(changed: str, tmp_path: Path)
 def test_a_model_that_cannot_be_traced_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINWRIGHT_CACHE", str(tmp_path))
     request = TraceRequest(TracedModel.of({**CONFIGURATION, "vocab_size": 99}), Device("cpu"), "fp32", "plain")
-    exact = sized(TraceRequest(TracedModel.of(CONFIGURATION), Device("cpu"), "fp32", "plain"), SHAPE)
+    exact = size_model(TraceRequest(TracedModel.of(CONFIGURATION), Device("cpu"), "fp32", "plain"), SHAPE)
 
     def fails(*_: object) -> None:
         raise NotImplementedError("aten.nonzero reads data")
 
     monkeypatch.setattr(tracing, "trace", fails)
-    limited = sized(request, SHAPE)
+    limited = size_model(request, SHAPE)
     assert limited.facts.failed == "NotImplementedError: aten.nonzero reads data"
-    assert [len(unit.parameters) for unit in limited.in_order()] == [len(unit.parameters) for unit in exact.in_order()]
-    for wide, narrow in zip(limited.in_order()[1:-1], exact.in_order()[1:-1], strict=True):
+    assert [len(unit.parameters) for unit in limited.list_units()] == [
+        len(unit.parameters) for unit in exact.list_units()
+    ]
+    for wide, narrow in zip(limited.list_units()[1:-1], exact.list_units()[1:-1], strict=True):
         assert wide.forward.moments[-1].after > narrow.forward.moments[-1].after
 
 
 def test_a_trace_in_a_process_of_its_own_gives_its_values_or_its_error() -> None:
     """As it is where torch has a device; see also tests/planning/simulation/test_computing.py."""
     here = os.getpid()
-    assert _in_child(lambda: {"sizes": [1, 2.5], "apart": os.getpid() != here}) == {"sizes": [1, 2.5], "apart": True}
+    assert _run_in_child(lambda: {"sizes": [1, 2.5], "apart": os.getpid() != here}) == {
+        "sizes": [1, 2.5],
+        "apart": True,
+    }
 
     def refused() -> object:
         raise RequestError("model.config: no such thing")
 
     with pytest.raises(RequestError, match=r"^model\.config: no such thing$"):
-        _in_child(refused)
+        _run_in_child(refused)
     with pytest.raises(RuntimeError, match="ended with status 1"):
-        _in_child(lambda: {}["nothing"])
+        _run_in_child(lambda: {}["nothing"])
 
 
 WITH_A_DEVICE = """
@@ -136,17 +141,17 @@ import pytest, torch
 from tests.planning.trace.test_store import CONFIGURATION, SHAPE
 from trainwright.errors import MachineError
 from trainwright.planning.trace.request import Device, TracedModel, TraceRequest
-from trainwright.planning.trace.traced import _in_child, _runs_backward, sized
+from trainwright.planning.trace.traced import _run_in_child, _can_run_backward, size_model
 
 def exact(vocabulary):
     request = TraceRequest(TracedModel.of({**CONFIGURATION, "vocab_size": vocabulary}), Device("cuda"), "bf16")
-    return not sized(request, SHAPE).facts.failed
+    return not size_model(request, SHAPE).facts.failed
 
-assert exact(101) and _in_child(_runs_backward)
+assert exact(101) and _run_in_child(_can_run_backward)
 torch.ones((), requires_grad=True).backward()
-assert exact(102) and not _in_child(_runs_backward)
+assert exact(102) and not _run_in_child(_can_run_backward)
 with pytest.raises(MachineError, match="forked from one that has run a backward pass"):
-    _in_child(lambda: exact(103))
+    _run_in_child(lambda: exact(103))
 """
 
 

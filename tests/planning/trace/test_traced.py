@@ -15,11 +15,11 @@ from trainwright.models import linear_losses
 from trainwright.models.attention import plain
 from trainwright.parallel.constants import BF16_FROM_LENGTH
 from trainwright.planning.trace import traced
-from trainwright.planning.trace.build import samples
+from trainwright.planning.trace.build import build_samples
 from trainwright.planning.trace.fit import Fitter
-from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest, rows_of
-from trainwright.planning.trace.traced import model_facts, sized
-from trainwright.planning.trace.units import BatchShape, basis
+from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest, choose_row_kind
+from trainwright.planning.trace.traced import read_model_facts, size_model
+from trainwright.planning.trace.units import BatchShape, compute_basis
 from trainwright.recipe.sections.model import AdapterSection
 
 PACK, SHORT, ROWS, PADDED = (128, 320, 576), (100, 60, 96, 128), (512, 512), (256, 512)
@@ -28,7 +28,7 @@ PACK, SHORT, ROWS, PADDED = (128, 320, 576), (100, 60, 96, 128), (512, 512), (25
 @pytest.fixture(autouse=True)
 def _processor_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute attention as on the processor that requests are of."""
-    monkeypatch.setattr(plain, "least_in_bf16", lambda: BF16_FROM_LENGTH)
+    monkeypatch.setattr(plain, "choose_least_bf16_length", lambda: BF16_FROM_LENGTH)
 
 
 class Case(NamedTuple):
@@ -51,9 +51,9 @@ def compared(case: Case, device: Device = _CPU, **sizes: int) -> tuple[dict[str,
     batch = batch_of(case.rows, packed, configuration["vocab_size"])
     shape, model = shape_of(batch), replace(TracedModel.of(configuration), float8=case.float8)
     if case.adapter is not None:
-        model = model.adapted(AdapterSection(**case.adapter))
-    request = TraceRequest(model, device, case.dtype, rows_of(shape), case.recompute)
-    return planned(sized(request, shape)), measured(real_model(request), batch)
+        model = model.add_adapter(AdapterSection(**case.adapter))
+    request = TraceRequest(model, device, case.dtype, choose_row_kind(shape), case.recompute)
+    return planned(size_model(request, shape)), measured(real_model(request), batch)
 
 
 @pytest.mark.slow
@@ -125,7 +125,7 @@ def test_norms_of_heads_that_come_before_the_tokens_take_all_of_them_at_a_time(r
 @pytest.mark.parametrize("family", ["bloom", "gpt2"])
 def test_gradients_are_of_parameters_of_their_unit(family: str) -> None:
     """Also of the bias of a norm before the blocks."""
-    for unit in traced.traced(TraceRequest(TracedModel.of(small_config(family)), _CPU, "fp32", "plain")).units:
+    for unit in traced.load_trace(TraceRequest(TracedModel.of(small_config(family)), _CPU, "fp32", "plain")).units:
         names = {parameter.name for parameter in unit.parameters}
         assert {moment.gradient for moment in unit.backward.moments} <= {"", *names}
 
@@ -133,15 +133,15 @@ def test_gradients_are_of_parameters_of_their_unit(family: str) -> None:
 def test_a_quantized_model_has_as_many_parameters_as_without() -> None:
     """The weights of a new one are drawn in fp32 before they are quantized."""
     model = TracedModel.of(small_config("qwen2"))
-    plain, quantized = (model.adapted(AdapterSection(type="lora", quantization=how)) for how in ("none", "nf4"))
-    assert model_facts(quantized).total == model_facts(plain).total
+    plain, quantized = (model.add_adapter(AdapterSection(type="lora", quantization=how)) for how in ("none", "nf4"))
+    assert read_model_facts(quantized).total == read_model_facts(plain).total
 
 
 @pytest.mark.parametrize("fields", [{}, {"quantization": "nf4", "quantize_experts": True}], ids=["", "quantized"])
 def test_the_weights_of_experts_with_what_their_adapter_adds_are_counted(fields: dict[str, Any]) -> None:
     """torch counts no grouped products, so FLOPs are not compared."""
     adapter = {"type": "lora", "target_parameters": ["experts.gate_up_proj", "experts.down_proj"], **fields}
-    traced = TracedModel.of(small_config("mixtral")).adapted(AdapterSection(**adapter))
+    traced = TracedModel.of(small_config("mixtral")).add_adapter(AdapterSection(**adapter))
     assert {key: traced.adapter_section[key] for key in adapter} == adapter
     plan, real = compared(Case("mixtral", adapter=adapter))
     assert plan["step"] == pytest.approx(real["step"], rel=1e-4)
@@ -149,7 +149,7 @@ def test_the_weights_of_experts_with_what_their_adapter_adds_are_counted(fields:
 
 
 def test_a_processor_without_amx_converts_long_sequences_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain, "least_in_bf16", lambda: 2**62)
+    monkeypatch.setattr(plain, "choose_least_bf16_length", lambda: 2**62)
     case, sizes = Case("llama", (1024, 512, 512), "bf16", recompute="full"), {"vocab_size": 16, "intermediate_size": 16}
     plan, real = compared(case, replace(_CPU, amx=False), **sizes)
     assert plan["step"] == pytest.approx(real["step"], rel=0.05)
@@ -171,10 +171,10 @@ def test_rows_of_the_loss_are_padded_as_in_a_run() -> None:
 
 def test_sizes_of_all_tokens_of_a_pack_beside_each_other_are_exact() -> None:
     """As in models that compare all of them, and mask those of other sequences."""
-    shapes = samples("packed", Regime())
+    shapes = build_samples("packed", Regime())
     fitted = Fitter([shape.basis() for shape in shapes])([4 * sum(shape.lengths) ** 2 for shape in shapes])
     batch = BatchShape(1, 512, ((256, 1), (160, 1), (96, 1)), 400, packed=True, masked=False)
-    assert fitted @ basis(batch, 400, 400, 1) == pytest.approx(4 * 512**2)
+    assert fitted @ compute_basis(batch, 400, 400, 1) == pytest.approx(4 * 512**2)
 
 
 @pytest.mark.slow
@@ -206,8 +206,8 @@ def test_chunks_of_the_loss_are_those_of_a_run(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(linear_losses, "BLOCK_BYTES", block)
     monkeypatch.setattr(traced, "CHUNK_BYTES", chunk)
     monkeypatch.setattr(traced, "BLOCK_BYTES", block)
-    traced.traced.cache_clear()
+    traced.load_trace.cache_clear()
     plan, real = compared(Case("llama"))
-    traced.traced.cache_clear()
+    traced.load_trace.cache_clear()
     assert plan["step"] == pytest.approx(real["step"], rel=1e-4)
     assert plan["flops"] == pytest.approx(real["flops"], rel=5e-3)  # the last chunk is smaller

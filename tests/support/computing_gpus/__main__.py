@@ -20,9 +20,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainwright.machine.cache import cache_root
-from trainwright.machine.describe import VARIABLE, Cluster, machine_of
-from trainwright.planning.simulation.start import SHIM, load_shim, visible_part, write_machine
+from trainwright.machine.cache import find_cache_root
+from trainwright.machine.describe import VARIABLE, Cluster, resolve_machine
+from trainwright.planning.simulation.start import SHIM, load_shim, select_visible, write_machine
 
 _NOT_HERE = "runs on GPUs alone, and this one is simulated"
 
@@ -40,7 +40,7 @@ def compute_on(machine: str) -> None:
 
     This process must not have imported torch.
     """
-    cluster = visible_part(machine_of(machine)[0])
+    cluster = select_visible(resolve_machine(machine)[0])
     sources = SHIM, Path(__file__).with_name("host_memory.cpp")
     libraries = tuple(load_shim(_named_for(cluster.device, source)) for source in sources)
     _replace_machine(cluster)
@@ -54,7 +54,7 @@ def _named_for(device_type: str, source: Path) -> Path:
     text = source.read_text(encoding="utf-8").replace("explicit CUDAHooks(CUDAHooksArgs) {}", _MORE_HOOKS)
     for name in ("CUDA", "cuda"):
         text = text.replace(name, device_type.upper() if name.isupper() else device_type)
-    copy = cache_root() / "simulation" / f"{source.stem}_{device_type}.cpp"
+    copy = find_cache_root() / "simulation" / f"{source.stem}_{device_type}.cpp"
     copy.parent.mkdir(parents=True, exist_ok=True)
     if not copy.is_file() or copy.read_text(encoding="utf-8") != text:
         copy.write_text(text, encoding="utf-8")
@@ -71,7 +71,7 @@ _MORE_HOOKS = """
 
 
 def _replace_machine(cluster: Cluster) -> None:
-    file = cache_root() / "simulation" / f"{cluster.devices_per_node}x{cluster.card.name}.json"
+    file = find_cache_root() / "simulation" / f"{cluster.devices_per_node}x{cluster.card.name}.json"
     write_machine(cluster, file)
     os.environ[VARIABLE] = str(file)
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(cluster.devices_per_node)))
@@ -130,7 +130,7 @@ class _Device:
         self._resizing()
         _exchange_by_gloo()
         missing = tuple((name, _NOT_HERE) for name in ("flash_attn_4", "flash_attn_3", "varlen", "flash_attn", "flex"))
-        packs.missing_kernels = lambda: missing  # type: ignore[assignment]
+        packs.list_missing_kernels = lambda: missing  # type: ignore[assignment]
 
     def _current(self) -> int:
         return int(self._guards.trainwright_current())

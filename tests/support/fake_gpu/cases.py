@@ -111,7 +111,7 @@ def model(kind: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    packs.missing_kernels = lambda: tuple(
+    packs.list_missing_kernels = lambda: tuple(
         (name, "is not installed") for name in ("flash_attn_4", "flash_attn_3", "flash_attn")
     )
     print(

@@ -14,7 +14,7 @@ load_simulated_device()
 
 import torch  # noqa: E402
 
-from trainwright.parallel.strategy import squared_norm  # noqa: E402
+from trainwright.parallel.strategy import compute_squared_norm  # noqa: E402
 
 SIZES = (4096, 3, 70_000, 0, 1)
 
@@ -23,5 +23,5 @@ if __name__ == "__main__":
         dtypes = torch.float32, torch.bfloat16
         tensors = [torch.empty(size, device="cuda", dtype=dtype) for size in SIZES for dtype in dtypes]
         seen.clear()
-        norm = squared_norm(tensors)
+        norm = compute_squared_norm(tensors)
         print(json.dumps({"operations": list(seen), "dtype": str(norm.dtype), "device": norm.device.type}))

@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainwright.api.run import Run
-from trainwright.clusters.job_attempts import MOST_FAILURES, failures_in_a_row, may_continue
+from trainwright.clusters.job_attempts import MOST_FAILURES, count_failures, may_continue
 from trainwright.clusters.slurm import scheduler
-from trainwright.engine.event_reader import status_of
+from trainwright.engine.event_reader import read_status
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, RequestError
-from trainwright.machine.usage import survives
+from trainwright.machine.usage import survives_signal
 from trainwright.run.group.environment import SUPERVISING_LAUNCHERS
 from trainwright.run.run_directory import RECIPE, SUBMITTED
 from trainwright.run.shutdown.requests import STOP_FILE, ask, stop_was_requested
-from trainwright.run.shutdown.stop import is_shell, scheduler_job
+from trainwright.run.shutdown.stop import find_scheduler_job, is_shell
 from trainwright.utils.text import say
 
 _SUPERVISOR = "slurmstepd"
@@ -42,12 +42,12 @@ _SCANCEL_SECONDS = 60  # for Slurm's answer
 def begin(launcher: str) -> str | None:
     """Begin a run whose processes ``launcher`` starts; return a warning or None."""
     if launcher != "trainwright":
-        return signal_warning(launcher)
+        return check_launcher_signals(launcher)
     end_orphaned_step()
-    return job_script_warning()
+    return check_job_script()
 
 
-def job_script_warning() -> str | None:
+def check_job_script() -> str | None:
     """Return a warning about a command to which Slurm leaves no time for a last checkpoint, or None."""
     if os.environ.get("SLURM_TASK_PID") != str(os.getppid()) or not is_shell(os.getppid()):
         return None
@@ -57,7 +57,7 @@ def job_script_warning() -> str | None:
     )
 
 
-def signal_warning(launcher: str) -> str | None:
+def check_launcher_signals(launcher: str) -> str | None:
     """Return a warning for a job whose launcher would die of SIGUSR1 or SIGUSR2; otherwise None.
 
     Slurm sends the signal of `--signal=USR1@N` to every process of a step. torchrun neither handles nor passes on
@@ -65,7 +65,7 @@ def signal_warning(launcher: str) -> str | None:
     """
     if launcher not in SUPERVISING_LAUNCHERS or "SLURM_JOB_ID" not in os.environ:
         return None
-    fatal = [number.name for number in (signal.SIGUSR1, signal.SIGUSR2) if not survives(os.getppid(), number)]
+    fatal = [number.name for number in (signal.SIGUSR1, signal.SIGUSR2) if not survives_signal(os.getppid(), number)]
     if not fatal:
         return None
     return (
@@ -78,7 +78,7 @@ def signal_warning(launcher: str) -> str | None:
 def end_orphaned_step() -> None:
     """When this process ends, have Slurm end its job step if what supervises it has died by then."""
     job, step, parent = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_STEP_ID"), os.getppid()
-    if job and step and _program_name(parent) == _SUPERVISOR:
+    if job and step and _read_program_name(parent) == _SUPERVISOR:
         atexit.register(_end_step, f"{job}.{step}", os.getpid(), parent)
 
 
@@ -92,7 +92,7 @@ def _end_step(step: str, process: int, parent: int) -> None:
         say(f"scancel {step} failed: {error}", file=sys.stderr)
 
 
-def _program_name(process: int) -> str:
+def _read_program_name(process: int) -> str:
     try:
         return Path(f"/proc/{process}/comm").read_text(encoding="utf-8").strip()
     except OSError:
@@ -112,10 +112,10 @@ def main() -> None:
     parser.add_argument("--until-done", action="store_true", help="also after a time limit")
     parser.add_argument("--series", action="store_true", help="other jobs of the run follow, if it goes on")
     options = parser.parse_args()
-    job = scheduler_job()
+    job = find_scheduler_job()
     if job is None:
         parser.error("this ends a job of Slurm, and SLURM_JOB_ID is not set")
-    if options.code == EXIT_FINISHED and status_of(options.run) != "finished":
+    if options.code == EXIT_FINISHED and read_status(options.run) != "finished":
         # srun does not know the code of a task whose slurmstepd has died.
         say(f"{options.run} has not finished, though srun ended with exit code 0: a machine failed", file=sys.stderr)
         options.code = EXIT_FAULT
@@ -126,9 +126,11 @@ def main() -> None:
         if may_continue(options.code) and stop_was_requested(options.run):
             say(f"job {job} is not requeued: {options.run / STOP_FILE} asked the run to stop", file=sys.stderr)
         elif may_continue(options.code):
-            reason = _why_not(_answered(lambda: scheduler.shown(job)), anyway)
+            reason = _explain_no_requeue(_await_answer(lambda: scheduler.read_job(job)), anyway)
             message = (
-                _requeued(job, options.run, options.code) if reason is None else f"job {job} is not requeued: {reason}"
+                _requeue_job(job, options.run, options.code)
+                if reason is None
+                else f"job {job} is not requeued: {reason}"
             )
             say(message, file=sys.stderr)
     except RequestError as error:
@@ -138,14 +140,14 @@ def main() -> None:
 
 def _cancel_later(run: Path) -> None:
     """Cancel the jobs that were to go on with the run; one that starts nevertheless ends as the run does."""
-    later = [job for job in _answered(lambda: scheduler.jobs_of(run)) if job.waits]
-    scheduler.cancel(later)
+    later = [job for job in _await_answer(lambda: scheduler.list_run_jobs(run)) if job.waits]
+    scheduler.cancel_jobs(later)
     if later:
         names = ", ".join(job.name for job in later)
         say(f"the run does not go on, so its later jobs are canceled: {names}", file=sys.stderr)
 
 
-def _why_not(job: Mapping[str, str], anyway: bool) -> str | None:
+def _explain_no_requeue(job: Mapping[str, str], anyway: bool) -> str | None:
     """Return why not to requeue the job; None: requeue it, as it was preempted or is to go on ``anyway``."""
     if not job:
         return "Slurm does not know it"
@@ -162,23 +164,23 @@ def _why_not(job: Mapping[str, str], anyway: bool) -> str | None:
 
 def _is_grace_over(job: Mapping[str, str], preempted: str) -> bool:
     """Return whether a job has had the grace of its partition; True where Slurm does not say."""
-    grace = scheduler.grace(job.get("Partition"))
+    grace = scheduler.read_grace(job.get("Partition"))
     with suppress(ValueError):
         preempted_at = datetime.fromisoformat(preempted)
         return grace is None or (datetime.now() - preempted_at).total_seconds() >= grace.preempted - grace.seconds
     return True
 
 
-def _requeued(job: str, run: Path, code: int) -> str:
-    failures = failures_in_a_row(run, run / SUBMITTED / _STATE)
+def _requeue_job(job: str, run: Path, code: int) -> str:
+    failures = count_failures(run, run / SUBMITTED / _STATE)
     if failures > MOST_FAILURES:
         raise RequestError(f"{MOST_FAILURES} times in a row there was no new checkpoint of {run}")
     retries = f", {failures} of at most {MOST_FAILURES} times without a new checkpoint" if failures else ""
-    _answered(lambda: scheduler.requeue(job))
+    _await_answer(lambda: scheduler.requeue_job(job))
     return f"job {job} is requeued, as the run ended with exit code {code}{retries}"
 
 
-def _answered(ask: Callable[[], T]) -> T:
+def _await_answer(ask: Callable[[], T]) -> T:
     """Return the scheduler's answer, as soon as there is one: it may restart just when the job ends."""
     end = time.monotonic() + _PATIENCE_SECONDS
     while True:
@@ -205,7 +207,7 @@ def stop_jobs(directory: Path, seconds: float) -> str | None:
         directory: of the run, or of an array's runs.
         seconds: how long to wait.
     """
-    jobs, end = scheduler.jobs_of(directory), time.monotonic() + seconds
+    jobs, end = scheduler.list_run_jobs(directory), time.monotonic() + seconds
     if not jobs:
         return None
     ends: dict[Path, str] = {}
@@ -215,7 +217,7 @@ def stop_jobs(directory: Path, seconds: float) -> str | None:
         new = [job for job in jobs if (job.name, job.waits) not in stopped_before]
         running = [job for job in jobs if not job.waits and (job.run / RECIPE).is_file()]
         started = [job for job in new if job in running]
-        scheduler.cancel([job for job in new if job not in started])
+        scheduler.cancel_jobs([job for job in new if job not in started])
         scheduler.forbid_requeue(started)
         for job in running:  # a start that is not this far yet forgets what was asked before it
             if job in started or not stop_was_requested(job.run):
@@ -227,7 +229,7 @@ def stop_jobs(directory: Path, seconds: float) -> str | None:
         if time.monotonic() >= end:
             return "stopping"
         time.sleep(_ASK_SECONDS)
-        jobs = scheduler.jobs_of(directory)
+        jobs = scheduler.list_run_jobs(directory)
     statuses = [status or Run(run).status for run, status in ends.items()]
     counts = ", ".join(f"{count} {status}" for status, count in Counter(statuses).most_common())
     return statuses[0] if [*ends] == [directory.absolute()] else counts

@@ -93,20 +93,23 @@ def submit(file: Path, after: str | None = None) -> str:
     No variable of the environment counts that overrides the file, nor one of the job of this process. Raises
     RequestError with sbatch's words, SchedulerUnreachable if Slurm has not answered: it may have taken the job.
     """
-    left_out = overriding(file.read_text(encoding="utf-8"), os.environ)
+    left_out = select_overriding(file.read_text(encoding="utf-8"), os.environ)
     if left_out:
         overrides = ", ".join(f"{name}={os.environ[name]}" for name in left_out)
         say(f"note: sbatch is run without {overrides}, which would override what {file} asks for", file=sys.stderr)
-    variables = {name: value for name, value in without_own_job(os.environ).items() if name not in left_out}
+    variables = {name: value for name, value in remove_own_job(os.environ).items() if name not in left_out}
     dependency = [] if after is None else [f"--dependency=afterany:{after}"]
     result = _run("sbatch", "--parsable", *dependency, str(file), variables=variables, seconds=_SUBMIT_SECONDS)
     _check_reachable(result)
     if result.returncode:
-        raise RequestError(f"sbatch refuses the job, and nothing was submitted: {_words(result.stderr)}{_there()}")
+        raise RequestError(
+            "sbatch refuses the job, and nothing was submitted: "
+            f"{_join_error_lines(result.stderr)}{_describe_partitions()}"
+        )
     return result.stdout.strip().partition(";")[0]
 
 
-def queue(*, each: bool = False) -> list[QueuedJob]:
+def list_queued_jobs(*, each: bool = False) -> list[QueuedJob]:
     """Return the jobs of this user that train a run. Raises RequestError if there is no answer.
 
     Args:
@@ -114,12 +117,12 @@ def queue(*, each: bool = False) -> list[QueuedJob]:
     """
     result = _run("squeue", "--me", "--noheader", *(["--array"] if each else []), f"--format={_FIELDS}")
     if result.returncode:
-        raise RequestError(f"squeue does not answer: {_words(result.stderr)}")
+        raise RequestError(f"squeue does not answer: {_join_error_lines(result.stderr)}")
     lines = (line.split("|", 7) for line in result.stdout.splitlines())
-    return [_queued(fields) for fields in lines if len(fields) == 8 and fields[7].startswith(COMMENT)]
+    return [_parse_queued_job(fields) for fields in lines if len(fields) == 8 and fields[7].startswith(COMMENT)]
 
 
-def shown(job: str) -> dict[str, str]:
+def read_job(job: str) -> dict[str, str]:
     """Return what scontrol shows of a job, by its keys; empty if it does not know the job.
 
     Raises SchedulerUnreachable.
@@ -129,7 +132,7 @@ def shown(job: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+)=(\S*)", result.stdout)) if result.returncode == 0 else {}
 
 
-def requeue(job: str) -> None:
+def requeue_job(job: str) -> None:
     """Put a job back into the queue, if Slurm has not.
 
     Raises RequestError with Slurm's words, SchedulerUnreachable if there is no answer.
@@ -137,10 +140,10 @@ def requeue(job: str) -> None:
     result = _run("scontrol", "requeue", job)
     _check_reachable(result)
     if result.returncode and not _PENDING.search(result.stderr):
-        raise RequestError(f"scontrol refuses: {_words(result.stderr)}")
+        raise RequestError(f"scontrol refuses: {_join_error_lines(result.stderr)}")
 
 
-def jobs_of(run: Path) -> list[QueuedJob]:
+def list_run_jobs(run: Path) -> list[QueuedJob]:
     """Return the jobs in the queue that train a run, or the runs of an array in this directory.
 
     Slurm is asked only if something was submitted for the run.
@@ -148,12 +151,12 @@ def jobs_of(run: Path) -> list[QueuedJob]:
     if not any((directory / SUBMITTED).is_dir() for directory in (run, run.parent)):
         return []
     at = run.absolute()
-    return [job for job in queue(each=True) if at in (job.run, job.array) and job.state != "COMPLETING"]
+    return [job for job in list_queued_jobs(each=True) if at in (job.run, job.array) and job.state != "COMPLETING"]
 
 
-def cancel(jobs: Sequence[QueuedJob]) -> None:
+def cancel_jobs(jobs: Sequence[QueuedJob]) -> None:
     """Cancel jobs: those that wait do not begin, the others get a signal. Raises RequestError with Slurm's words."""
-    _change(jobs, "scancel", *_elements_together(jobs))
+    _change(jobs, "scancel", *_join_elements(jobs))
 
 
 def forbid_requeue(jobs: Sequence[QueuedJob]) -> None:
@@ -161,7 +164,7 @@ def forbid_requeue(jobs: Sequence[QueuedJob]) -> None:
     _change(jobs, "scontrol", "update", f"JobId={','.join(job.name for job in jobs)}", "Requeue=0")
 
 
-def grace(partition: str | None) -> Grace | None:
+def read_grace(partition: str | None) -> Grace | None:
     """Return the grace of jobs in a partition, the first of several; None if Slurm does not say."""
     try:
         config = _run("scontrol", "show", "config").stdout
@@ -178,18 +181,18 @@ def grace(partition: str | None) -> Grace | None:
     return Grace(wait, wait + (0.0 if preempted is None else float(preempted[1])))
 
 
-def job_warning(needed: float) -> str | None:
+def check_job_grace(needed: float) -> str | None:
     """Return a warning if the job of this process is killed before a run that needs ``needed`` seconds has stopped."""
-    if "SLURM_JOB_ID" not in os.environ or (grace_period := grace(os.environ.get("SLURM_JOB_PARTITION"))) is None:
+    if "SLURM_JOB_ID" not in os.environ or (grace_period := read_grace(os.environ.get("SLURM_JOB_PARTITION"))) is None:
         return None
     return grace_period.warning(needed)
 
 
-def cpus_per_node(partition: str | None, gpus: int | None) -> int | None:
+def count_cpus_per_node(partition: str | None, gpus: int | None) -> int | None:
     """Return the CPUs of a partition's smallest node, or the share of them that belongs to ``gpus`` of its GPUs; None
     if Slurm does not say. Nodes with fewer GPUs do not count, if any has enough.
     """
-    nodes = _nodes(partition) or _nodes_of_sinfo(partition)
+    nodes = _read_nodes(partition) or _read_sinfo_nodes(partition)
     if gpus is None:
         return min((cpus for cpus, _ in nodes), default=None)
     most_gpus = max((there for _, there in nodes), default=0)
@@ -197,46 +200,48 @@ def cpus_per_node(partition: str | None, gpus: int | None) -> int | None:
     return min((max(1, int(cpus * min(1.0, gpus / there))) for cpus, there in counted), default=None)
 
 
-def _nodes(partition: str | None) -> list[tuple[int, int]]:
+def _read_nodes(partition: str | None) -> list[tuple[int, int]]:
     """Return CPUs and GPUs of each node of a partition, without the CPUs that no job of it can have: those that are
     reserved for the system (CoreSpecCount, CpuSpecList) and those above MaxCPUsPerNode.
     """
-    partitions = {each.get("PartitionName", ""): each for each in _records("partition")}
+    partitions = {each.get("PartitionName", ""): each for each in _read_records("partition")}
     default = [name for name, each in partitions.items() if each.get("Default") == "YES"]
     nodes = []
-    for node in _records("node"):
+    for node in _read_records("node"):
         cpus = node.get("CPUEfctv", node.get("CPUTot", ""))  # the first: since Slurm 22.05
         for name in {*(default if partition is None else partition.split(","))} & {
             *node.get("Partitions", "").split(",")
         }:
             limit = partitions.get(name, {}).get("MaxCPUsPerNode", "")
             if cpus.isdigit():
-                nodes.append((min(int(each) for each in (cpus, limit) if each.isdigit()), _gpus(node.get("Gres", ""))))
+                nodes.append(
+                    (min(int(each) for each in (cpus, limit) if each.isdigit()), _count_gpus(node.get("Gres", "")))
+                )
     return nodes
 
 
-def _nodes_of_sinfo(partition: str | None) -> list[tuple[int, int]]:
+def _read_sinfo_nodes(partition: str | None) -> list[tuple[int, int]]:
     """Return CPUs and GPUs of each kind of node of a partition."""
     only = [] if partition is None else [f"--partition={partition}"]
     nodes = []
     for line in _run("sinfo", "--noheader", "--format=%P|%c|%G", *only).stdout.splitlines():
         name, cpus, devices = (*line.split("|"), "", "")[:3]
         if (partition is not None or name.endswith("*")) and cpus.rstrip("+").isdigit():
-            nodes.append((int(cpus.rstrip("+")), _gpus(devices)))
+            nodes.append((int(cpus.rstrip("+")), _count_gpus(devices)))
     return nodes
 
 
-def _records(kind: str) -> list[dict[str, str]]:
+def _read_records(kind: str) -> list[dict[str, str]]:
     shown = _run("scontrol", "show", kind, "--oneliner").stdout
     return [dict(re.findall(r"(\w+)=(\S*)", line)) for line in shown.splitlines()]
 
 
-def _gpus(devices: str) -> int:
+def _count_gpus(devices: str) -> int:
     """Return the number of GPUs of all kinds, such as 8 of ``gpu:a100:2(S:0),gpu:v100:6``."""
     return sum(map(int, re.findall(r"\bgpu(?::[^:(,]+)?:(\d+)", devices)))
 
 
-def _queued(fields: Sequence[str]) -> QueuedJob:
+def _parse_queued_job(fields: Sequence[str]) -> QueuedJob:
     number, array, index, state, reason, _, nodes, comment = fields
     run = Path(comment.removeprefix(COMMENT))
     if index in _NOT_SET:
@@ -252,10 +257,10 @@ def _change(jobs: Sequence[QueuedJob], *command: str) -> None:
         return
     wrong = [line for line in result.stderr.splitlines() if line.strip() and not _OVER.search(line)]
     if wrong:
-        raise RequestError(f"{command[0]} refuses: {_words(chr(10).join(wrong))}")
+        raise RequestError(f"{command[0]} refuses: {_join_error_lines(chr(10).join(wrong))}")
 
 
-def _elements_together(jobs: Sequence[QueuedJob]) -> list[str]:
+def _join_elements(jobs: Sequence[QueuedJob]) -> list[str]:
     """Return the names of jobs, one for all elements of an array: ``12_[4,7]``, which is one request."""
     arrays: dict[str, list[QueuedJob]] = {}
     for job in jobs:
@@ -266,16 +271,16 @@ def _elements_together(jobs: Sequence[QueuedJob]) -> list[str]:
 
 def _check_reachable(result: subprocess.CompletedProcess[str]) -> None:
     if result.returncode and _AWAY.search(result.stderr):
-        raise SchedulerUnreachable(f"{result.args[0]} does not answer: {_words(result.stderr)}")
+        raise SchedulerUnreachable(f"{result.args[0]} does not answer: {_join_error_lines(result.stderr)}")
 
 
-def _there() -> str:
+def _describe_partitions() -> str:
     result = _run("sinfo", "--noheader", "--format=%R")
     names = sorted(set(result.stdout.split()))
     return f"; partitions here: {', '.join(names)}" if names else ""
 
 
-def _words(text: str) -> str:
+def _join_error_lines(text: str) -> str:
     return "; ".join(re.sub(r"^\w+: (error: )?", "", line) for line in text.splitlines() if line.strip())
 
 
@@ -317,7 +322,7 @@ _NEVER = ("ARRAY_INX", "WAIT")
 _OF_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT")
 
 
-def overriding(script: str, variables: Iterable[str]) -> list[str]:
+def select_overriding(script: str, variables: Iterable[str]) -> list[str]:
     """Return those of the variables that override what a job's file asks for."""
     written = {long or _LONG.get(short, "") for long, short in _OPTION.findall(script)}
     also = (name for option in written for name in _VARIABLES.get(option, ()))
@@ -325,7 +330,7 @@ def overriding(script: str, variables: Iterable[str]) -> list[str]:
     return sorted({f"SBATCH_{name}" for name in names - {"REQUEUE"}} & set(variables))
 
 
-def without_own_job(variables: Mapping[str, str]) -> dict[str, str]:
+def remove_own_job(variables: Mapping[str, str]) -> dict[str, str]:
     """Return variables without those of the job that this process belongs to: sbatch gives them to the new job, and
     replaces only those that it sets in every job.
     """

@@ -12,22 +12,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.clusters.job import ELEMENT, Job, captured
+from trainwright.clusters.job import ELEMENT, Job, capture_variables
 from trainwright.clusters.slurm import scheduler
 from trainwright.clusters.slurm.scheduler import COMMENT
 from trainwright.errors import RequestError
 from trainwright.machine.sharing import lock_directory, remove_locked
-from trainwright.recipe.sections.parallel import job_seconds
-from trainwright.run.run_directory import ARRAY_ELEMENT, SUBMITTED, override_of
+from trainwright.recipe.sections.parallel import parse_job_seconds
+from trainwright.run.run_directory import ARRAY_ELEMENT, SUBMITTED, format_directory_override
 from trainwright.run.shutdown.requests import (
     STATE_BYTES,
+    estimate_stop_seconds,
+    estimate_write_seconds,
     forget_stops,
-    seconds_to_stop,
-    seconds_to_write,
     stop_was_requested,
 )
 from trainwright.utils.paths import write_file
-from trainwright.utils.text import quoted
+from trainwright.utils.text import quote_word
 
 if TYPE_CHECKING:
     from trainwright.planning.plan import RunPlan
@@ -41,14 +41,14 @@ _WARNING_SECONDS, _SHORTEST_WITH_WARNING = 120, 1200
 _UNWRITABLE = re.compile(r"[\x00-\x1f\x7f\"\\]")
 
 
-def directory_of(job: Job) -> Path:
+def locate_job_directory(job: Job) -> Path:
     """Return where the job's file and its logs are."""
     return job.run / SUBMITTED
 
 
-def file_of(job: Job) -> Path:
+def locate_job_file(job: Job) -> Path:
     """Return the path of the job's file."""
-    return directory_of(job) / _SCRIPT
+    return locate_job_directory(job) / _SCRIPT
 
 
 def is_series(job: Job) -> bool:
@@ -56,7 +56,7 @@ def is_series(job: Job) -> bool:
     return (job.settings.jobs or 1) > 1
 
 
-def text(job: Job, variables: Mapping[str, str] | None = None) -> str:
+def format_job(job: Job, variables: Mapping[str, str] | None = None) -> str:
     """Return the job's file.
 
     Args:
@@ -66,11 +66,11 @@ def text(job: Job, variables: Mapping[str, str] | None = None) -> str:
         RequestError: a path cannot be written into the file.
     """
     _check(job)
-    exported = captured(os.environ if variables is None else variables)
+    exported = capture_variables(os.environ if variables is None else variables)
     lines = [
         "#!/bin/bash",
-        *_head(job),
-        *(f"#SBATCH {option}" for option in _options(job)),
+        *_format_head(job),
+        *(f"#SBATCH {option}" for option in _format_options(job)),
         "",
         "# The run receives the signal and stops after a checkpoint; this shell waits for it.",
         "trap : TERM USR1",
@@ -99,20 +99,20 @@ def _check(job: Job) -> None:
             )
 
 
-def _head(job: Job) -> list[str]:
+def _format_head(job: Job) -> list[str]:
     written = "# Written by trainwright submit, which plans the run first; sbatch of this file starts or resumes it too"
     series = ["# Each further job of the run: sbatch --dependency=afterany:NUMBER of the one before."] * is_series(job)
-    if directory_of(job).is_dir():
+    if locate_job_directory(job).is_dir():
         return [f"{written}.", *series]
     return [
         *series,
         f"{written}, after",
-        f"# mkdir -p {shlex.quote(str(directory_of(job)))}",
+        f"# mkdir -p {shlex.quote(str(locate_job_directory(job)))}",
         "# as Slurm creates no directory for the log.",
     ]
 
 
-def _options(job: Job) -> list[str]:
+def _format_options(job: Job) -> list[str]:
     settings = job.settings
     log = "%A_%a.log" if settings.array else "%j.log"
     options: dict[str, object] = {
@@ -122,15 +122,15 @@ def _options(job: Job) -> list[str]:
         "ntasks-per-node": 1,
         "cpus-per-task": settings.cpus_per_node,
         "gpus-per-node": settings.gpus_per_node,
-        "time": None if settings.time is None else _slurm_time(job_seconds(settings.time)),
+        "time": None if settings.time is None else _format_time(parse_job_seconds(settings.time)),
         "partition": settings.partition,
         "account": settings.account,
         "array": settings.array,
-        "output": f'"{str(directory_of(job)).replace("%", "%%")}/{log}"',
+        "output": f'"{str(locate_job_directory(job)).replace("%", "%%")}/{log}"',
         "open-mode": "append",
     }
     arguments = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    if settings.time is not None and job_seconds(settings.time) >= _SHORTEST_WITH_WARNING:
+    if settings.time is not None and parse_job_seconds(settings.time) >= _SHORTEST_WITH_WARNING:
         arguments.append(f"--signal=USR1@{_WARNING_SECONDS}")
     return [*arguments, "--requeue", *settings.options]
 
@@ -139,18 +139,18 @@ def _train(job: Job) -> list[str]:
     settings = job.settings
     cpus = [] if settings.cpus_per_node is None else [f"--cpus-per-task={settings.cpus_per_node}"]
     nodes = [] if (settings.nodes or 1) == 1 else ["--nodes", str(settings.nodes)]
-    words = ["train", str(job.recipe), *job.overrides, override_of(job.run), "--resume", "auto", *nodes]
-    command = [shlex.quote(sys.executable), "-P", "-m", "trainwright", *map(_quoted, words)]
+    words = ["train", str(job.recipe), *job.overrides, format_directory_override(job.run), "--resume", "auto", *nodes]
+    command = [shlex.quote(sys.executable), "-P", "-m", "trainwright", *map(_quote_word, words)]
     # --export: sbatch --export=NONE would keep from srun, too, what this file exports.
     return ["srun", "--export=ALL", "--ntasks-per-node=1", *cpus, "--kill-on-bad-exit=0", *command]
 
 
-def _quoted(word: str) -> str:
+def _quote_word(word: str) -> str:
     """Quote a word for the shell, in which ``{element}`` is the index in the array."""
     return f'"${ARRAY_ELEMENT}"'.join(shlex.quote(part) if part else "" for part in word.split(ELEMENT)) or "''"
 
 
-def _slurm_time(seconds: int) -> str:
+def _format_time(seconds: int) -> str:
     minutes, rest = divmod(seconds, 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)
@@ -165,13 +165,13 @@ class _InDoubt(RequestError):
     """The job may be in the queue."""
 
 
-def completed(job: Job) -> Job:
+def complete_job(job: Job) -> Job:
     """Return the job with what Slurm knows of its nodes, if it can be asked."""
     settings = job.settings
     if settings.cpus_per_node is not None:
         return job
     with suppress(RequestError):
-        cpus = scheduler.cpus_per_node(settings.partition, settings.gpus_per_node)
+        cpus = scheduler.count_cpus_per_node(settings.partition, settings.gpus_per_node)
         return replace(job, settings=settings.model_copy(update={"cpus_per_node": cpus}))
     return job
 
@@ -180,7 +180,7 @@ def submit(job: Job, *, chosen: bool = False) -> list[str]:
     """Write the job's file and submit it as often as was asked; return the numbers of the jobs.
 
     Args:
-        chosen: the number of its CPUs is that of `completed`.
+        chosen: the number of its CPUs is that of `complete_job`.
 
     Raises:
         RequestError: there is no scheduler, it refuses the job, or another job of the run is in the queue, and nothing
@@ -188,20 +188,20 @@ def submit(job: Job, *, chosen: bool = False) -> list[str]:
     """
     _refuse_queued(job)
     try:
-        directory_of(job).mkdir(parents=True, exist_ok=True)
+        locate_job_directory(job).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RequestError(f"{directory_of(job)} cannot be created: {error.strerror}") from None
+        raise RequestError(f"{locate_job_directory(job)} cannot be created: {error.strerror}") from None
     # Of several that submit one run at a time, the first does; the others find its job.
-    with lock_directory(directory_of(job), f"{job.run} is being submitted by another process", _LOCK_SECONDS):
-        file = file_of(job)
+    with lock_directory(locate_job_directory(job), f"{job.run} is being submitted by another process", _LOCK_SECONDS):
+        file = locate_job_file(job)
         before = file.read_bytes() if file.is_file() else None
         try:
             _refuse_queued(job)
-            write_file(file, text(job))
+            write_file(file, format_job(job))
             for run in job.runs():
                 if stop_was_requested(run):  # which the end of the new job would take for a request to it
                     forget_stops(run, 0.0)
-            return _submitted(job, chosen)
+            return _submit_jobs(job, chosen)
         except _InDoubt:  # what a job in the queue needs is left
             raise
         except OSError as error:
@@ -212,16 +212,16 @@ def submit(job: Job, *, chosen: bool = False) -> list[str]:
             raise
 
 
-def _submitted(job: Job, chosen: bool) -> list[str]:
+def _submit_jobs(job: Job, chosen: bool) -> list[str]:
     numbers: list[str] = []
     try:
         for _ in range(job.settings.jobs or 1):
-            numbers.append(scheduler.submit(file_of(job), *numbers[-1:]))
+            numbers.append(scheduler.submit(locate_job_file(job), *numbers[-1:]))
         return numbers
     except scheduler.SchedulerUnreachable as error:
         with suppress(RequestError):
             if job.settings.jobs in (None, 1):
-                for job_in_queue in _queued(job):
+                for job_in_queue in _list_queued_jobs(job):
                     return [job_in_queue.name.partition("_")[0]]
         raise _InDoubt(
             f"{error}; the job may be in the queue or get there: look with trainwright jobs, and if it is not there, "
@@ -229,7 +229,7 @@ def _submitted(job: Job, chosen: bool) -> list[str]:
         ) from None
     except RequestError as error:
         if numbers:
-            scheduler.cancel(_queued(job))
+            scheduler.cancel_jobs(_list_queued_jobs(job))
             raise RequestError(f"{error}; --jobs: so are canceled the {len(numbers)} that it took") from None
         if not chosen or not _OF_CPUS.search(str(error)):
             raise
@@ -240,34 +240,36 @@ def _submitted(job: Job, chosen: bool) -> list[str]:
 
 
 def _refuse_queued(job: Job) -> None:
-    for other in _queued(job):
+    for other in _list_queued_jobs(job):
         raise RequestError(
             f"job {other.name} of {job.run} is in the queue already ({other.state.lower()}); submit the run again when "
-            f"it has ended, or end it with: trainwright stop {quoted(job.run)}"
+            f"it has ended, or end it with: trainwright stop {quote_word(job.run)}"
         )
 
 
-def _queued(job: Job) -> list[scheduler.QueuedJob]:
+def _list_queued_jobs(job: Job) -> list[scheduler.QueuedJob]:
     """Return the jobs in the queue that train the run, or of an array a run of it."""
-    jobs = scheduler.queue(each=True)
+    jobs = scheduler.list_queued_jobs(each=True)
     return [other for other in jobs if job.run in (other.run, other.array) and other.state != "COMPLETING"]
 
 
 def _undo(job: Job, before: bytes | None) -> None:
     with suppress(OSError):
         if before is not None:
-            write_file(file_of(job), before)
+            write_file(locate_job_file(job), before)
             return
-        file_of(job).unlink(missing_ok=True)
-        remove_locked(directory_of(job))
+        locate_job_file(job).unlink(missing_ok=True)
+        remove_locked(locate_job_directory(job))
         job.run.rmdir()  # raises if a run is in it
 
 
 def stop_warning(job: Job, plan: RunPlan) -> str | None:
     """Return a warning if Slurm kills the job before the planned run can stop after a checkpoint; otherwise None."""
     step, workload = plan.predicted().get("step_time"), plan.workload
-    if step is None or (grace_period := scheduler.grace(job.settings.partition)) is None:
+    if step is None or (grace_period := scheduler.read_grace(job.settings.partition)) is None:
         return None
     # Of an adapter, a checkpoint is small.
     parameters = 0 if workload.model.is_partly_trained else workload.facts.total
-    return grace_period.warning(seconds_to_stop(step, seconds_to_write(parameters * STATE_BYTES, directory_of(job))))
+    return grace_period.warning(
+        estimate_stop_seconds(step, estimate_write_seconds(parameters * STATE_BYTES, locate_job_directory(job)))
+    )

@@ -14,12 +14,12 @@ from typing import Any
 
 from trainwright.compatibility.accelerate import strategies
 from trainwright.compatibility.accelerate.machine import refuse_count_of_one_machine, require
-from trainwright.compatibility.accelerate.reading import AccelerateConfig, ConfigSection, default_path
+from trainwright.compatibility.accelerate.reading import AccelerateConfig, ConfigSection, locate_default_file
 from trainwright.compatibility.accelerate.translation import (
     Translation,
+    check_rendezvous,
+    find_last_value,
     interpret,
-    last_value,
-    missing_rendezvous,
     read_translation,
 )
 from trainwright.errors import MachineError, TrainwrightError
@@ -46,29 +46,29 @@ def find_translation(
             processes of one machine only.
         MachineError: this machine lacks the GPUs or the library asked for; the message says what would run here.
     """
-    translation = read_translation(file).with_machines(nodes, node_rank, rendezvous)
-    processes = last_value(overrides, "parallel.num_processes")
+    translation = read_translation(file).set_machines(nodes, node_rank, rendezvous)
+    processes = find_last_value(overrides, "parallel.num_processes")
     if processes is not None:
         translation = replace(translation, processes=int(processes) if processes.isdigit() else None)
     translation.refuse_problems()
-    if (error := missing_rendezvous(translation)) is not None:
+    if (error := check_rendezvous(translation)) is not None:
         raise error
     machine = detect()
     if processes is None:
         refuse_count_of_one_machine(translation, machine)
     require(translation, machine)
-    os.environ.update(translation.device_environment())
+    os.environ.update(translation.build_device_environment())
     return translation
 
 
-def joined_translation() -> Translation | None:
+def read_joined_translation() -> Translation | None:
     """Return what `accelerate launch` read from its file, with the reason why this process cannot train, if there is
     one; None if something else started this process. GPUs that the file excludes are hidden, as above.
     """
     translation = from_environment()
     if translation is None:
         return None
-    os.environ.update(translation.device_environment())
+    os.environ.update(translation.build_device_environment())
     try:
         if translation.one_of_several:
             raise MachineError(
@@ -85,7 +85,7 @@ def joined_translation() -> Translation | None:
 
 def default_file() -> Path | None:
     """Return Accelerate's default file, if it exists."""
-    path = default_path()
+    path = locate_default_file()
     return path if path.is_file() else None
 
 
@@ -93,7 +93,7 @@ class Accelerate:
     """The functions that the core calls."""
 
     of_file = staticmethod(find_translation)
-    of_environment = staticmethod(joined_translation)
+    of_environment = staticmethod(read_joined_translation)
     default_file = staticmethod(default_file)
 
 
@@ -161,48 +161,48 @@ _PARALLELISM: dict[str, tuple[str, str | None]] = {
 def from_environment(environment: Mapping[str, str] | None = None) -> Translation | None:
     """Return the settings that `accelerate launch` passed to this worker; None if something else started it."""
     variables = os.environ if environment is None else environment
-    if "ACCELERATE_MIXED_PRECISION" not in variables and not Variables(variables).accelerate_plugins():
+    if "ACCELERATE_MIXED_PRECISION" not in variables and not Variables(variables).list_accelerate_plugins():
         return None
-    return interpret(_source(variables))
+    return interpret(_build_source(variables))
 
 
-def worker_environment(source: AccelerateConfig, translation: Translation, *, on_cpu: bool) -> dict[str, str]:
+def build_worker_environment(source: AccelerateConfig, translation: Translation, *, on_cpu: bool) -> dict[str, str]:
     """Return the variables for workers that run a user's own script, from the settings of the file.
 
     ``on_cpu``: the workers have no GPU. Accelerate's library would otherwise make each of them a separate run.
     """
-    variables = {"ACCELERATE_MIXED_PRECISION": str(_precision(source))}
+    variables = {"ACCELERATE_MIXED_PRECISION": str(_choose_precision(source))}
     if on_cpu:
         variables["ACCELERATE_USE_CPU"] = "true"
-    dynamo = dict(_items(source, "dynamo_config", "dynamo_"))
+    dynamo = dict(_list_items(source, "dynamo_config", "dynamo_"))
     if isinstance(source.values.get("dynamo_backend"), str):
         dynamo.setdefault("dynamo_backend", source.values["dynamo_backend"])
     for key, (name, default) in _DYNAMO.items():
-        value = _text(default if dynamo.get(key) is None else dynamo[key])
+        value = _format_value(default if dynamo.get(key) is None else dynamo[key])
         variables[name] = value.upper() if key == "dynamo_backend" else value
     for key, name in (("debug", "ACCELERATE_DEBUG_MODE"), ("enable_cpu_affinity", "ACCELERATE_CPU_AFFINITY")):
-        if _text(source.values.get(key, False)).lower() in ("true", "yes", "1"):
+        if _format_value(source.values.get(key, False)).lower() in ("true", "yes", "1"):
             variables[name] = "1"
-    for key, value in _items(source, "fp8_config", "fp8_"):
-        variables[f"ACCELERATE_{key.upper()}"] = _text(value)
+    for key, value in _list_items(source, "fp8_config", "fp8_"):
+        variables[f"ACCELERATE_{key.upper()}"] = _format_value(value)
     if translation.distributed_type == "FSDP":
-        variables |= _fsdp(source)
+        variables |= _build_fsdp_variables(source)
     if translation.distributed_type == "DEEPSPEED":
-        variables |= _deepspeed(source)
+        variables |= _build_deepspeed_variables(source)
     if isinstance(source.values.get("parallelism_config"), dict):
-        variables |= _parallelism(source)
+        variables |= _build_parallelism_variables(source)
     return variables
 
 
-def _precision(source: AccelerateConfig) -> str:
+def _choose_precision(source: AccelerateConfig) -> str:
     value = source.values.get("mixed_precision")
     if value in (None, False):
         return "fp16" if source.values.get("fp16") else "no"
     return str(value).lower()
 
 
-def _fsdp(source: AccelerateConfig) -> dict[str, str]:
-    fields = dict(_items(source, "fsdp_config", "fsdp_"))
+def _build_fsdp_variables(source: AccelerateConfig) -> dict[str, str]:
+    fields = dict(_list_items(source, "fsdp_config", "fsdp_"))
     reshard = str(fields.get("fsdp_reshard_after_forward", "")).upper()
     if reshard in strategies.SHARDING:
         # Version 1's wizard writes the sharding strategy under this name. In Accelerate 1.15 the default of the other
@@ -215,20 +215,20 @@ def _fsdp(source: AccelerateConfig) -> dict[str, str]:
             value = ",".join(map(str, value))
         if value is None and default is None:
             continue
-        text = _text(default if value is None else value)
+        text = _format_value(default if value is None else value)
         named = key.removeprefix("fsdp_") in _NAMES
         variables[name] = text.upper() if named else text if "cls" in key or "modules" in key else text.lower()
     return variables
 
 
-def _deepspeed(source: AccelerateConfig) -> dict[str, str]:
-    options = dict(_items(source, "deepspeed_config", ""))
+def _build_deepspeed_variables(source: AccelerateConfig) -> dict[str, str]:
+    options = dict(_list_items(source, "deepspeed_config", ""))
     variables = {"ACCELERATE_USE_DEEPSPEED": "true"}
     fields = [*options, *(["mixed_precision"] if source.values.get("mixed_precision") is not None else [])]
     variables["ACCELERATE_CONFIG_DS_FIELDS"] = ",".join(fields)
     for key, name in _DEEPSPEED.items():
         if options.get(key) is not None:
-            text = _text(options[key])
+            text = _format_value(options[key])
             variables[name] = text if key.endswith(("file", "path", "names")) else text.lower()
     if options.get("deepspeed_config_file") is not None:
         json_file = strategies.find_json(str(options["deepspeed_config_file"]), source)
@@ -236,26 +236,26 @@ def _deepspeed(source: AccelerateConfig) -> dict[str, str]:
     return variables
 
 
-def _parallelism(source: AccelerateConfig) -> dict[str, str]:
-    sizes = dict(_items(source, "parallelism_config", "parallelism_config_"))
+def _build_parallelism_variables(source: AccelerateConfig) -> dict[str, str]:
+    sizes = dict(_list_items(source, "parallelism_config", "parallelism_config_"))
     variables = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"} if sizes else {}
     for key, (name, default) in _PARALLELISM.items():
         value = sizes.get(key, default)
         if sizes and value is not None:
-            variables[name] = _text(value)
+            variables[name] = _format_value(value)
     return variables
 
 
-def _items(source: AccelerateConfig, name: str, prefix: str) -> list[tuple[str, Any]]:
+def _list_items(source: AccelerateConfig, name: str, prefix: str) -> list[tuple[str, Any]]:
     part = ConfigSection(source, (name,), prefix)
     return [(key, part.raw(key)) for key in part.given()]
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return ("true" if value else "false") if isinstance(value, bool) else str(value)
 
 
-def _source(variables: Mapping[str, str]) -> AccelerateConfig:
+def _build_source(variables: Mapping[str, str]) -> AccelerateConfig:
     values: dict[str, Any] = {}
     places: dict[tuple[str, ...], str] = {}
 
@@ -269,7 +269,7 @@ def _source(variables: Mapping[str, str]) -> AccelerateConfig:
         part[path[-1]] = value
         places[path] = name
 
-    plugins = Variables(variables).accelerate_plugins()
+    plugins = Variables(variables).list_accelerate_plugins()
     take(("mixed_precision",), "ACCELERATE_MIXED_PRECISION", unless="no")
     for part, keys in (("dynamo_config", _DYNAMO), ("parallelism_config", _PARALLELISM), ("fsdp_config", _FSDP)):
         for key, (name, default) in keys.items():
@@ -284,7 +284,7 @@ def _source(variables: Mapping[str, str]) -> AccelerateConfig:
     take(("main_process_ip",), "MASTER_ADDR")
     on_cpu = variables.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
     alone = not any(name in variables for name in _SIZES)
-    kind, variable = _kind(plugins, variables, on_cpu=on_cpu, alone=alone)
+    kind, variable = _choose_kind(plugins, variables, on_cpu=on_cpu, alone=alone)
     values["distributed_type"], values["use_cpu"] = kind, on_cpu
     places |= {("distributed_type",): variable, ("use_cpu",): "ACCELERATE_USE_CPU"}
     return AccelerateConfig(
@@ -300,7 +300,9 @@ def _source(variables: Mapping[str, str]) -> AccelerateConfig:
     )
 
 
-def _kind(plugins: Mapping[str, str], variables: Mapping[str, str], *, on_cpu: bool, alone: bool) -> tuple[str, str]:
+def _choose_kind(
+    plugins: Mapping[str, str], variables: Mapping[str, str], *, on_cpu: bool, alone: bool
+) -> tuple[str, str]:
     for name, variable in plugins.items():
         return name, variable
     if variables.get("ACCELERATE_USE_MEGATRON_LM", "").lower() == "true":

@@ -6,11 +6,11 @@ import textwrap
 from collections.abc import Iterator
 
 from trainwright.compatibility.accelerate.reading import AccelerateConfig
-from trainwright.compatibility.accelerate.translation import Translation, as_yaml, missing_rendezvous
+from trainwright.compatibility.accelerate.translation import Translation, check_rendezvous, format_override_value
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.machine import Machine
-from trainwright.recipe.strategy_spec import check_library, spec_of
-from trainwright.utils.text import plural, quoted
+from trainwright.recipe.strategy_spec import check_library, look_up_strategy
+from trainwright.utils.text import format_plural, quote_word
 
 SHARDING = ("FSDP", "DEEPSPEED")
 
@@ -20,16 +20,16 @@ def require(translation: Translation, machine: Machine, *, for_script: bool = Fa
 
     ``for_script``: libraries are left to the script.
     """
-    if lines := _lacking_gpus(translation, machine) if for_script else lacking(translation, machine):
+    if lines := _list_lacking_gpus(translation, machine) if for_script else list_lacking(translation, machine):
         raise MachineError(f"{translation.source}: " + "\n".join(lines))
 
 
-def lacking(translation: Translation, machine: Machine) -> list[str]:
+def list_lacking(translation: Translation, machine: Machine) -> list[str]:
     """Return the missing requirements and their fixes, one line each; empty if none is missing.
 
     The machine is described without the file's effect on it.
     """
-    lines = _lacking_gpus(translation, machine)
+    lines = _list_lacking_gpus(translation, machine)
     if translation.strategy is not None:
         try:
             check_library(translation.strategy)
@@ -49,26 +49,27 @@ def refuse_count_of_one_machine(translation: Translation, machine: Machine) -> N
         return
     raise RequestError(
         f"{translation.source}: num_processes: {count} counts the processes of all {nodes} machines together, so this "
-        f"one would use {translation.local_processes} of its {_gpus(gpus)}; set it to {count * nodes}, or pass "
+        f"one would use {translation.local_processes} of its {_format_gpu_count(gpus)}; set it to {count * nodes}, or "
+        "pass "
         f"--num-processes {count} if {count} in all are meant"
     )
 
 
-def becomes_ddp(translation: Translation, machine: Machine) -> bool:
+def is_run_as_ddp(translation: Translation, machine: Machine) -> bool:
     """Return whether Accelerate's library would silently run DDP on a CPU where the file asks for sharding."""
     return translation.distributed_type in SHARDING and (translation.device == "cpu" or not machine.gpus)
 
 
-def _lacking_gpus(translation: Translation, machine: Machine) -> list[str]:
-    reason = _too_few_gpus(translation, machine)
-    return [] if reason is None else [reason, _would_run(translation, machine)]
+def _list_lacking_gpus(translation: Translation, machine: Machine) -> list[str]:
+    reason = _explain_too_few_gpus(translation, machine)
+    return [] if reason is None else [reason, _describe_alternative(translation, machine)]
 
 
-def _too_few_gpus(translation: Translation, machine: Machine) -> str | None:
+def _explain_too_few_gpus(translation: Translation, machine: Machine) -> str | None:
     processes = translation.local_processes
     here = " on this machine" if translation.nodes > 1 else ""
     if translation.device == "cuda" and not machine.gpus:
-        required = "GPUs" if processes is None else _gpus(processes)
+        required = "GPUs" if processes is None else _format_gpu_count(processes)
         return f"{translation.distributed_type} requires {required}{here}, but none is available ({machine.describe()})"
     if translation.device == "cpu" or not machine.gpus:
         return None
@@ -78,14 +79,14 @@ def _too_few_gpus(translation: Translation, machine: Machine) -> str | None:
         return f"gpu_ids names {', '.join(absent)}, but there {_are(len(machine.gpus))}, counted from 0"
     usable = len(ids) or len(machine.gpus)
     if processes is not None and processes > usable:
-        available = f"gpu_ids names {_gpus(usable)}" if ids else f"there {_are(usable)} here"
+        available = f"gpu_ids names {_format_gpu_count(usable)}" if ids else f"there {_are(usable)} here"
         return f"{processes} processes are requested{here}, one per GPU, but {available}"
     return None
 
 
-def _would_run(translation: Translation, machine: Machine) -> str:
+def _describe_alternative(translation: Translation, machine: Machine) -> str:
     """Return one line: how to run here if the file cannot."""
-    count = default_processes(machine)
+    count = choose_processes(machine)
     alone = ", num_machines: 1" if translation.nodes > 1 else ""
     if machine.gpus:
         return f"possible here: num_processes: {count}{alone}, one for each GPU"
@@ -97,16 +98,16 @@ def _would_run(translation: Translation, machine: Machine) -> str:
     )
 
 
-def default_processes(machine: Machine) -> int:
+def choose_processes(machine: Machine) -> int:
     """Return the number of GPUs; two on a CPU, as more gain nothing."""
     return len(machine.gpus) or min(2, machine.cpu_cores)
 
 
 def _are(count: int) -> str:
-    return f"{'is' if count == 1 else 'are'} {_gpus(count)}"
+    return f"{'is' if count == 1 else 'are'} {_format_gpu_count(count)}"
 
 
-def _gpus(count: int) -> str:
+def _format_gpu_count(count: int) -> str:
     return f"{count} GPU{'s' * (count != 1)}"
 
 
@@ -117,14 +118,14 @@ _SHOWN_BY_THEMSELVES = ("parallel.strategy", "parallel.num_processes", "train.mi
 def show(source: AccelerateConfig, translation: Translation, machine: Machine, width: int = 100) -> str:
     """Return the text, wrapped to at most ``width`` characters per line where possible."""
     lines = [source.name, ""]
-    for label, text in _rows(source, translation, machine):
+    for label, text in _iterate_rows(source, translation, machine):
         wrapped = textwrap.wrap(text, max(40, width - _LABEL), break_long_words=False, break_on_hyphens=False)
         for index, line in enumerate(wrapped):
             lines.append(f"{label if index == 0 else '':<{_LABEL}}{line}".rstrip())
     return "\n".join(lines)
 
 
-def accelerate_remarks(source: AccelerateConfig, translation: Translation) -> list[str]:
+def list_remarks(source: AccelerateConfig, translation: Translation) -> list[str]:
     """Return where `accelerate launch` 1.15 interprets the file differently from what it says."""
     remarks = [f"accelerate launch rejects this file: {remark}" for remark in source.remarks]
     several = translation.processes is not None and translation.processes > 1
@@ -135,51 +136,51 @@ def accelerate_remarks(source: AccelerateConfig, translation: Translation) -> li
     return remarks
 
 
-def commands(translation: Translation, machine: Machine) -> list[str]:
+def list_commands(translation: Translation, machine: Machine) -> list[str]:
     """Return the commands that start it here; none of them rejects the file."""
     lines: list[str] = []
-    if lacking(translation, machine):
+    if list_lacking(translation, machine):
         return lines
-    if not translation.problems and missing_rendezvous(translation) is None:
-        lines.append(f"trainwright train RECIPE --accelerate-config {quoted(translation.source)}")
+    if not translation.problems and check_rendezvous(translation) is None:
+        lines.append(f"trainwright train RECIPE --accelerate-config {quote_word(translation.source)}")
     of_scripts = any(problem.for_script for problem in translation.problems)
-    if not of_scripts and translation.nodes == 1 and not becomes_ddp(translation, machine):
-        lines.append(f"trainwright launch --config-file {quoted(translation.source)} SCRIPT")
+    if not of_scripts and translation.nodes == 1 and not is_run_as_ddp(translation, machine):
+        lines.append(f"trainwright launch --config-file {quote_word(translation.source)} SCRIPT")
     return lines
 
 
-def _rows(source: AccelerateConfig, translation: Translation, machine: Machine) -> Iterator[tuple[str, str]]:
-    yield "processes", _processes(translation)
+def _iterate_rows(source: AccelerateConfig, translation: Translation, machine: Machine) -> Iterator[tuple[str, str]]:
+    yield "processes", _describe_processes(translation)
     strategy = translation.strategy
-    yield "strategy", f"{strategy}: {spec_of(strategy).summary}" if strategy else "not known"
+    yield "strategy", f"{strategy}: {look_up_strategy(strategy).summary}" if strategy else "not known"
     yield "precision", str(translation.value("train.mixed_precision") or "set by the recipe")
     others = [
-        f"{key}={as_yaml(setting.value)}"
+        f"{key}={format_override_value(setting.value)}"
         for key, setting in translation.settings.items()
         if key not in _SHOWN_BY_THEMSELVES
     ]
-    yield from _listed("also sets", others)
-    reasons = lacking(translation, machine)
+    yield from _label_lines("also sets", others)
+    reasons = list_lacking(translation, machine)
     if translation.problems:
         yield "here", "refused:"
         for problem in translation.problems:
             yield "", f"- {problem.text}"
     elif not reasons:
-        yield "here", f"runs: {_local(translation, machine)}"
+        yield "here", f"runs: {_describe_local(translation, machine)}"
     for index, reason in enumerate(reasons):
         label = "here" if index == 0 and not translation.problems else ""
         yield label, f"cannot run: {reason}" if index == 0 else reason
-    yield from _listed("ignored", [f"{', '.join(note.keys)}: {note.reason}" for note in translation.notes])
-    yield from _listed("accelerate", accelerate_remarks(source, translation))
-    yield from _listed("use", commands(translation, machine))
+    yield from _label_lines("ignored", [f"{', '.join(note.keys)}: {note.reason}" for note in translation.notes])
+    yield from _label_lines("accelerate", list_remarks(source, translation))
+    yield from _label_lines("use", list_commands(translation, machine))
 
 
-def _listed(label: str, lines: list[str]) -> Iterator[tuple[str, str]]:
+def _label_lines(label: str, lines: list[str]) -> Iterator[tuple[str, str]]:
     for index, line in enumerate(lines):
         yield label if index == 0 else "", line
 
 
-def _processes(translation: Translation) -> str:
+def _describe_processes(translation: Translation) -> str:
     count = "set by the recipe" if translation.processes is None else str(translation.processes)
     where = {"cuda": "on GPUs", "cpu": "on the CPU", "any": "on a GPU if there is one, else the CPU"}[
         translation.device
@@ -189,10 +190,13 @@ def _processes(translation: Translation) -> str:
     if translation.nodes == 1:
         return f"{count} {where}, one machine"
     meeting = f", meeting at {translation.rendezvous}" if translation.rendezvous else ""
-    return f"{count} {where}, {plural(translation.nodes, 'machine')}, this is number {translation.node_rank}{meeting}"
+    return (
+        f"{count} {where}, {format_plural(translation.nodes, 'machine')}, this is number "
+        f"{translation.node_rank}{meeting}"
+    )
 
 
-def _local(translation: Translation, machine: Machine) -> str:
+def _describe_local(translation: Translation, machine: Machine) -> str:
     count = translation.local_processes
     device = "the CPU" if translation.device == "cpu" or not machine.gpus else "GPUs"
     number = "processes" if count is None else f"{count} process{'es' * (count != 1)}"

@@ -17,7 +17,7 @@ from typing import Any
 from trainwright.errors import RequestError
 from trainwright.recipe.files import parse_json, read_text
 from trainwright.recipe.yaml_text import Tree, parse_mapping
-from trainwright.utils.text import quoted
+from trainwright.utils.text import quote_word
 
 Place = tuple[str, ...]
 
@@ -55,7 +55,7 @@ class AccelerateConfig:
         """Return where ``path`` was written, for a message: file:line, or a variable's name."""
         return self.places.get(path, self.name)
 
-    def with_settings(self, settings: Mapping[str, str]) -> AccelerateConfig:
+    def replace_settings(self, settings: Mapping[str, str]) -> AccelerateConfig:
         """Return a copy in which options of a command, such as ``mixed_precision``, replace the keys."""
         values = {**self.values, **settings}
         part = values.get("dynamo_config")
@@ -66,7 +66,7 @@ class AccelerateConfig:
         return replace(self, values=values, places={**self.places, **options})
 
 
-def default_path() -> Path:
+def locate_default_file() -> Path:
     """Return where `accelerate config` writes and `accelerate launch` reads: below HF_HOME or the user's cache.
 
     The path begins with ``~`` for a user without a home directory.
@@ -77,7 +77,7 @@ def default_path() -> Path:
     return Path(os.path.expanduser(home)) / "accelerate" / "default_config.yaml"
 
 
-def without_file(on_cpu: bool) -> AccelerateConfig:
+def build_default_config(on_cpu: bool) -> AccelerateConfig:
     """Return what a command without a file asks for: data parallelism on the devices of this machine."""
     return AccelerateConfig("the command line", {"distributed_type": "MULTI_CPU" if on_cpu else "MULTI_GPU"})
 
@@ -89,38 +89,38 @@ def read(path: Path) -> AccelerateConfig:
     """
     text = read_text(path)
     if not text.strip():
-        raise RequestError(f"{path}: is empty; write one with `trainwright setup --config-file {quoted(path)}`")
-    strict = _strict_json(text)
+        raise RequestError(f"{path}: is empty; write one with `trainwright setup --config-file {quote_word(path)}`")
+    strict = _parse_strict_json(text)
     is_json = text.lstrip().startswith("{")
     if strict is None and (not _KEY.search(text) or text.lstrip().startswith("[")):
         raise RequestError(f"{path}: is not an Accelerate file: it has no 'key: value', such as distributed_type: NO")
-    tree = _loose_json(text, path) if is_json else parse_mapping(text, str(path))
-    values = _plain(strict if strict is not None else tree.values)
+    tree = _parse_loose_json(text, path) if is_json else parse_mapping(text, str(path))
+    values = _normalize_values(strict if strict is not None else tree.values)
     if "distributed_type" not in values and any(key in values for key in _OF_DEEPSPEED):
-        return _deepspeed_file(path)
+        return _wrap_deepspeed_file(path)
     return AccelerateConfig(
         name=str(path),
         values=values,
         places={tuple(map(str, path_of_key)): str(origin) for path_of_key, origin in tree.origins.items()},
         directory=path.parent,
         problems=tuple(map(str, tree.problems)),
-        remarks=tuple(_remarks(path, values, strict=strict is not None, is_json=is_json)),
+        remarks=tuple(_list_remarks(path, values, strict=strict is not None, is_json=is_json)),
     )
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the content of a JSON file that an Accelerate file names; loose JSON is accepted. Raises RequestError."""
     text = read_text(path)
-    strict = _strict_json(text)
+    strict = _parse_strict_json(text)
     if strict is not None:
         return strict
     if not text.lstrip().startswith("{"):
         raise RequestError(f"{path}: is not a JSON object")
-    values: dict[str, Any] = _plain(_loose_json(text, path).values)
+    values: dict[str, Any] = _normalize_values(_parse_loose_json(text, path).values)
     return values
 
 
-def _deepspeed_file(path: Path) -> AccelerateConfig:
+def _wrap_deepspeed_file(path: Path) -> AccelerateConfig:
     """Return a DeepSpeed file in place of the Accelerate file that would name it."""
     return AccelerateConfig(
         name=str(path),
@@ -131,7 +131,7 @@ def _deepspeed_file(path: Path) -> AccelerateConfig:
     )
 
 
-def _strict_json(text: str) -> dict[str, Any] | None:
+def _parse_strict_json(text: str) -> dict[str, Any] | None:
     try:
         values = parse_json(text, "")
     except RequestError:
@@ -139,14 +139,14 @@ def _strict_json(text: str) -> dict[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
-def _loose_json(text: str, path: Path) -> Tree:
+def _parse_loose_json(text: str, path: Path) -> Tree:
     try:
-        return parse_mapping(_without_comments(text), str(path))
+        return parse_mapping(_remove_comments(text), str(path))
     except RequestError as error:
         raise RequestError(str(error).replace(": not valid YAML: ", ": not valid JSON: ")) from None
 
 
-def _without_comments(text: str) -> str:
+def _remove_comments(text: str) -> str:
     """Convert loose JSON to YAML's flow style by removing // comments and tabs; line numbers are preserved."""
 
     def replaced(match: re.Match[str]) -> str:
@@ -166,15 +166,15 @@ def _without_comments(text: str) -> str:
     )
 
 
-def _plain(value: Any) -> Any:
+def _normalize_values(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _normalize_values(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return [_normalize_values(item) for item in value]
     return None if value in ("None", "") else value
 
 
-def _remarks(path: Path, values: dict[str, Any], *, strict: bool, is_json: bool) -> list[str]:
+def _list_remarks(path: Path, values: dict[str, Any], *, strict: bool, is_json: bool) -> list[str]:
     """Return why `accelerate launch` 1.15 rejects the file: it depends on the file's ending and on capitals."""
     remarks = []
     if path.suffix == ".json" and not strict:

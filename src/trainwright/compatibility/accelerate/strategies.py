@@ -11,8 +11,8 @@ from typing import Any
 
 from trainwright.compatibility.accelerate.reading import AccelerateConfig, ConfigSection, Draft, read_json
 from trainwright.errors import RequestError
-from trainwright.recipe.strategy_spec import spec_of
-from trainwright.utils.paths import user_path
+from trainwright.recipe.strategy_spec import look_up_strategy
+from trainwright.utils.paths import expand_user_path
 
 _DEVICES = ("NONE", "CPU", "NVME")
 _DEFAULT_STAGE = 2  # Accelerate's default, if neither the file nor a JSON file sets it
@@ -53,13 +53,13 @@ def interpret_deepspeed(part: ConfigSection, draft: Draft) -> None:
         stage = None
     name = part.text("deepspeed_config_file")
     if name is not None and name.lower() != "none":
-        _json_file(name, part.place("deepspeed_config_file"), draft, source)
+        _read_json_file(name, part.place("deepspeed_config_file"), draft, source)
     elif stage is None:
         stage, origin = _DEFAULT_STAGE, f"{source.place('distributed_type')}: DEEPSPEED without a zero_stage"
     if stage is not None:
-        draft.set("parallel.strategy", _strategy(stage), origin)
-    _offload(part, draft)
-    _steps(part, draft)
+        draft.set("parallel.strategy", _choose_strategy(stage), origin)
+    _read_offload(part, draft)
+    _read_steps(part, draft)
     launcher = part.text("deepspeed_multinode_launcher")
     if launcher is not None and launcher.lower() != "standard":
         draft.note("deepspeed_multinode_launcher", _EACH)
@@ -71,11 +71,11 @@ def interpret_deepspeed(part: ConfigSection, draft: Draft) -> None:
         draft.problem(text, for_script=True)
 
 
-def _strategy(stage: int) -> str:
+def _choose_strategy(stage: int) -> str:
     return f"zero{stage}" if stage else "ddp"
 
 
-def _offload(part: ConfigSection, draft: Draft) -> None:
+def _read_offload(part: ConfigSection, draft: Draft) -> None:
     for name, recipe_key in _OFFLOADED.items():
         key = f"offload_{name}_device"
         device = part.choice(key, _DEVICES)
@@ -87,11 +87,11 @@ def _offload(part: ConfigSection, draft: Draft) -> None:
     offload = draft.settings.get("parallel.offload_parameters")
     if strategy is None or offload is None or not offload.value:
         return
-    if "offload_parameters" not in spec_of(strategy.value).keys:
+    if "offload_parameters" not in look_up_strategy(strategy.value).keys:
         draft.problem(f"{offload.origin} contradicts {strategy.origin}: only ZeRO stage 3 offloads parameters")
 
 
-def _steps(part: ConfigSection, draft: Draft) -> None:
+def _read_steps(part: ConfigSection, draft: Draft) -> None:
     if part.text("gradient_accumulation_steps") not in (None, "auto"):
         steps = part.count("gradient_accumulation_steps", least=1)
         if steps is not None:
@@ -105,12 +105,12 @@ def _steps(part: ConfigSection, draft: Draft) -> None:
 
 def find_json(name: str, source: AccelerateConfig) -> Path | None:
     """Return the DeepSpeed file: relative to the working directory, as in Accelerate, or to the Accelerate file."""
-    path = user_path(name)
+    path = expand_user_path(name)
     candidates = [path] if source.directory is None else [path, source.directory / path]
     return next((candidate for candidate in candidates if candidate.is_file()), None)
 
 
-def _json_file(name: str, origin: str, draft: Draft, source: AccelerateConfig) -> None:
+def _read_json_file(name: str, origin: str, draft: Draft, source: AccelerateConfig) -> None:
     path = find_json(name, source)
     if path is None:
         also = "" if source.directory in (None, Path()) else f" nor in {source.directory}"
@@ -128,7 +128,7 @@ def _json_file(name: str, origin: str, draft: Draft, source: AccelerateConfig) -
     if stage not in (0, 1, 2, 3):
         draft.problem(f"{path}: zero_optimization.stage: expected 0, 1, 2 or 3, not {stage}")
         return
-    draft.set("parallel.strategy", _strategy(stage), f"{path}: zero_optimization.stage: {stage}")
+    draft.set("parallel.strategy", _choose_strategy(stage), f"{path}: zero_optimization.stage: {stage}")
     if stage == 0:
         draft.problem(
             f"{path}: zero_optimization.stage 0 is ddp, which has no DeepSpeed file; remove it from {source.name} and "
@@ -136,7 +136,7 @@ def _json_file(name: str, origin: str, draft: Draft, source: AccelerateConfig) -
         )
     for name, recipe_key in _OFFLOADED.items():
         key = f"offload_{name}"
-        _json_offload(path, key, zero.get(key), recipe_key, draft)
+        _read_json_offload(path, key, zero.get(key), recipe_key, draft)
     for key, recipe_key in (
         ("gradient_accumulation_steps", "train.gradient_accumulation_steps"),
         ("train_batch_size", "train.global_batch_size"),
@@ -147,10 +147,10 @@ def _json_file(name: str, origin: str, draft: Draft, source: AccelerateConfig) -
         if isinstance(value, int | float) and not isinstance(value, bool):
             norm = value or None if key == "gradient_clipping" else value
             draft.set(recipe_key, norm, f"{path}: {key}: {value}")
-    _json_precision(path, values, draft)
+    _read_json_precision(path, values, draft)
 
 
-def _json_offload(path: Path, key: str, value: Any, recipe_key: str, draft: Draft) -> None:
+def _read_json_offload(path: Path, key: str, value: Any, recipe_key: str, draft: Draft) -> None:
     device = str(value.get("device", "none")).lower() if isinstance(value, dict) else "none"
     origin = f"{path}: zero_optimization.{key}.device: {device}"
     if device == "nvme":
@@ -159,7 +159,7 @@ def _json_offload(path: Path, key: str, value: Any, recipe_key: str, draft: Draf
         draft.set(recipe_key, True, origin)
 
 
-def _json_precision(path: Path, values: dict[str, Any], draft: Draft) -> None:
+def _read_json_precision(path: Path, values: dict[str, Any], draft: Draft) -> None:
     for name in ("bf16", "fp16"):
         part = values.get(name)
         if isinstance(part, dict) and part.get("enabled") is True:
@@ -214,15 +214,15 @@ FSDP_KEYS = (
 
 def interpret_fsdp(part: ConfigSection, draft: Draft, nodes: int) -> None:
     """Add the settings of ``part``."""
-    _layout(part, draft, nodes)
-    _wrap(part, draft)
+    _read_layout(part, draft, nodes)
+    _read_wrap(part, draft)
     if (offload := part.flag("fsdp_offload_params")) is not None and (offload or part.source.stated):
         draft.set("parallel.offload_parameters", offload, part.place("fsdp_offload_params"))
-    _activations(part, draft)
+    _read_activations(part, draft)
     if "fsdp_ignored_modules" in part:
         draft.problem(f"{part.place('fsdp_ignored_modules')}: all parameters are sharded; remove it")
     part.raw("fsdp_ignored_modules")
-    _loading_and_gathering(part, draft)
+    _read_loading_and_gathering(part, draft)
     for key, reason in _FSDP_NOTES.items():
         if key in part:
             _note(part, draft, key, reason)
@@ -231,12 +231,12 @@ def interpret_fsdp(part: ConfigSection, draft: Draft, nodes: int) -> None:
         draft.problem(text, for_script=True)
 
 
-def _layout(part: ConfigSection, draft: Draft, nodes: int) -> None:
+def _read_layout(part: ConfigSection, draft: Draft, nodes: int) -> None:
     version = part.count("fsdp_version", least=1) or 1
     if version > 2:
         part.wrong("fsdp_version", "1 or 2")
-    sharding, origin = _sharding(part)
-    reshard = _reshard(part)
+    sharding, origin = _read_sharding(part)
+    reshard = _read_reshard(part)
     if sharding == "NO_SHARD":
         draft.set("parallel.strategy", "ddp", origin)
         draft.note("fsdp_sharding_strategy", "NO_SHARD keeps the full model in every process, which is ddp")
@@ -252,7 +252,7 @@ def _layout(part: ConfigSection, draft: Draft, nodes: int) -> None:
             draft.note("fsdp_sharding_strategy", "HYBRID shards within a machine; on one machine that is FULL_SHARD")
 
 
-def _sharding(part: ConfigSection) -> tuple[str | None, str]:
+def _read_sharding(part: ConfigSection) -> tuple[str | None, str]:
     """Return the sharding strategy, which version 1's wizard writes as fsdp_reshard_after_forward."""
     stated = part.choice("fsdp_sharding_strategy", SHARDING)
     other = (part.text("fsdp_reshard_after_forward") or "").upper()
@@ -263,7 +263,7 @@ def _sharding(part: ConfigSection) -> tuple[str | None, str]:
     return stated, part.place("fsdp_sharding_strategy")
 
 
-def _reshard(part: ConfigSection) -> bool | None:
+def _read_reshard(part: ConfigSection) -> bool | None:
     text = part.text("fsdp_reshard_after_forward")
     if text is None:
         return None
@@ -273,7 +273,7 @@ def _reshard(part: ConfigSection) -> bool | None:
     return None if reshard and not part.source.stated else reshard
 
 
-def _wrap(part: ConfigSection, draft: Draft) -> None:
+def _read_wrap(part: ConfigSection, draft: Draft) -> None:
     policy = part.choice("fsdp_auto_wrap_policy", _WRAP_POLICIES)
     classes = part.names("fsdp_transformer_layer_cls_to_wrap")
     if classes and policy in (None, "TRANSFORMER_BASED_WRAP"):
@@ -290,7 +290,7 @@ def _wrap(part: ConfigSection, draft: Draft) -> None:
         _note(part, draft, "fsdp_min_num_params", reason)
 
 
-def _loading_and_gathering(part: ConfigSection, draft: Draft) -> None:
+def _read_loading_and_gathering(part: ConfigSection, draft: Draft) -> None:
     """Add what becomes of the settings with which FSDP2 or a checkpoint may do something else."""
     if (state := part.choice("fsdp_state_dict_type", [*_STATE_DICTS])) is not None:
         _note(part, draft, "fsdp_state_dict_type", _STATE_DICTS[state])
@@ -306,7 +306,7 @@ def _note(part: ConfigSection, draft: Draft, key: str, reason: str) -> None:
         draft.note(key, reason)
 
 
-def _activations(part: ConfigSection, draft: Draft) -> None:
+def _read_activations(part: ConfigSection, draft: Draft) -> None:
     recompute = part.flag("fsdp_activation_checkpointing")
     offload = part.flag("fsdp_activation_checkpointing_offload")
     if recompute is not None and (recompute or part.source.stated):

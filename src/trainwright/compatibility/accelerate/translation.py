@@ -20,9 +20,9 @@ from trainwright.compatibility.accelerate.reading import (
 )
 from trainwright.errors import RequestError, TrainwrightError
 from trainwright.recipe.loading import Override, read_merged
-from trainwright.recipe.strategy_spec import spec_of
+from trainwright.recipe.strategy_spec import look_up_strategy
 from trainwright.recipe.yaml_text import Origin, Tree
-from trainwright.run.group.addresses import in_words
+from trainwright.run.group.addresses import format_address
 
 DEFAULT_PORT = 29500  # Accelerate's and torchrun's
 
@@ -126,21 +126,21 @@ class Translation:
             if key in explicit
         ]
         dropped = set(explicit)
-        if "parallel.strategy" in explicit and last_value(overrides, "parallel.strategy") != self.strategy:
+        if "parallel.strategy" in explicit and find_last_value(overrides, "parallel.strategy") != self.strategy:
             dropped |= set(_OF_THE_STRATEGY)
         written = read_merged(recipe, ())
         for key, setting in self.settings.items():
-            there = _written(written, key)
+            there = _look_up_value(written, key)
             if key in dropped or there in (None, "auto", setting.value):
                 continue
-            where = f"{written.origins.get(tuple(key.split('.')), recipe)}: {key} is {as_yaml(there)}"
+            where = f"{written.origins.get(tuple(key.split('.')), recipe)}: {key} is {format_override_value(there)}"
             if key == "parallel.strategy" and not resumed:
                 raise RequestError(
                     f"{where}, but {setting.origin} means {setting.value}; remove one of the two, or set {key}=… on "
                     "the command line"
                 )
             if not resumed:
-                reasons.append(f"{where}, replaced by {as_yaml(setting.value)}: {setting.origin}")
+                reasons.append(f"{where}, replaced by {format_override_value(setting.value)}: {setting.origin}")
         reasons += [f"{self.source}: {', '.join(note.keys)}: {note.reason}" for note in self.notes]
         remaining = replace(self, settings={k: v for k, v in self.settings.items() if k not in dropped})
         return [*remaining.to_overrides(), *overrides], tuple(reasons)
@@ -149,7 +149,7 @@ class Translation:
         """Return `section.key=value` for every recipe key that the file sets. Raises RequestError for its problems."""
         self.refuse_problems()
         return [
-            Override.written(f"{key}={as_yaml(setting.value)}", Origin(setting.origin))
+            Override.written(f"{key}={format_override_value(setting.value)}", Origin(setting.origin))
             for key, setting in self.settings.items()
         ]
 
@@ -159,13 +159,13 @@ class Translation:
         if texts:
             raise RequestError("\n".join(texts))
 
-    def device_environment(self) -> dict[str, str]:
+    def build_device_environment(self) -> dict[str, str]:
         """Return the variables that hide unwanted GPUs; set them before anything queries the GPUs."""
         if self.device == "cpu":
             return {"CUDA_VISIBLE_DEVICES": ""}
         return {} if self.gpu_ids is None else {"CUDA_VISIBLE_DEVICES": self.gpu_ids}
 
-    def with_machines(
+    def set_machines(
         self, nodes: int | None = None, node_rank: int | None = None, rendezvous: str | None = None
     ) -> Translation:
         """Return a copy in which the values of the command line for the machines replace those of the file."""
@@ -192,10 +192,10 @@ def interpret(source: AccelerateConfig) -> Translation:
             "accelerate launch starts only one process with MULTI_CPU; start several with `trainwright train RECIPE "
             "--accelerate-config FILE` or torchrun"
         )
-    kind = _kind(top, draft)
-    processes, nodes = _counts(top, draft, kind)
-    _precision(top, draft)
-    _compile(top, draft)
+    kind = _read_kind(top, draft)
+    processes, nodes = _read_counts(top, draft, kind)
+    _read_precision(top, draft)
+    _read_compile(top, draft)
     part = ConfigSection(source, ("parallelism_config",), _SIZES_PREFIX)
     sizes = _read_sizes(part, draft)
     parts = [top, part]
@@ -210,11 +210,11 @@ def interpret(source: AccelerateConfig) -> Translation:
     elif kind in ("NO", "MULTI_CPU", "MULTI_GPU"):
         single = kind == "NO" or processes == 1
         draft.set("parallel.strategy", "single" if single else "ddp", top.place("distributed_type"))
-    processes = _process_count(top, draft, kind, processes, nodes, sizes)
-    device = _device(top, draft, kind)
-    node_rank, rendezvous = _machines(top, draft, nodes)
-    gpu_ids = _gpu_ids(top)
-    _left_over(top, draft, kind)
+    processes = _read_process_count(top, draft, kind, processes, nodes, sizes)
+    device = _read_device(top, draft, kind)
+    node_rank, rendezvous = _read_machines(top, draft, nodes)
+    gpu_ids = _read_gpu_ids(top)
+    _read_left_over(top, draft, kind)
     for part in parts:
         for text in part.problems:
             draft.problem(text, for_script=True)
@@ -234,25 +234,25 @@ def interpret(source: AccelerateConfig) -> Translation:
     )
 
 
-def last_value(overrides: Sequence[str], key: str) -> str | None:
+def find_last_value(overrides: Sequence[str], key: str) -> str | None:
     """Return the last value that ``overrides`` give to a key; None without one."""
     values = [override.partition("=")[2].strip() for override in overrides if override.partition("=")[0] == key]
     return values[-1] if values else None
 
 
-def _written(tree: Tree, key: str) -> object:
+def _look_up_value(tree: Tree, key: str) -> object:
     section, name = key.split(".")
     values = tree.values.get(section)
     return values.get(name) if isinstance(values, dict) else None
 
 
-def as_yaml(value: Any) -> str:
+def format_override_value(value: Any) -> str:
     """Return a value in the form of an override, on one line."""
     plain = isinstance(value, str) and value.replace("_", "").isalnum() and value not in ("true", "false", "null")
     return str(value) if plain and not str(value)[0].isdigit() else json.dumps(value)
 
 
-def _kind(top: ConfigSection, draft: Draft) -> str | None:
+def _read_kind(top: ConfigSection, draft: Draft) -> str | None:
     environment = top.text("compute_environment")
     if environment is not None and environment.upper() not in ("LOCAL_MACHINE", "1"):
         draft.problem(f"{top.place('compute_environment')}: only LOCAL_MACHINE is supported", for_script=True)
@@ -278,7 +278,7 @@ def _kind(top: ConfigSection, draft: Draft) -> str | None:
     return top.choice("distributed_type", _DISTRIBUTED)
 
 
-def _counts(top: ConfigSection, draft: Draft, kind: str | None) -> tuple[int | None, int]:
+def _read_counts(top: ConfigSection, draft: Draft, kind: str | None) -> tuple[int | None, int]:
     nodes = top.count("num_machines", least=1) or 1
     if top.raw("num_processes") == -1:  # Accelerate's value for: given on the command line
         draft.note("num_processes", "-1 leaves the number to the command line or the recipe")
@@ -295,7 +295,7 @@ def _counts(top: ConfigSection, draft: Draft, kind: str | None) -> tuple[int | N
     return processes, nodes
 
 
-def _process_count(
+def _read_process_count(
     top: ConfigSection,
     draft: Draft,
     kind: str | None,
@@ -371,7 +371,7 @@ def _apply_sizes(sizes: _ParallelismSizes, strategy: str, processes: int, origin
 
     Sizes that do not fit are added to the draft's problems.
     """
-    spec = spec_of(strategy)
+    spec = look_up_strategy(strategy)
     if sizes.processes != processes:
         is_divisible = processes // sizes.replicas * sizes.replicas == processes
         fix = f"set dp_shard_size: {processes // sizes.replicas}" if is_divisible else "change one of them"
@@ -392,13 +392,13 @@ def _apply_sizes(sizes: _ParallelismSizes, strategy: str, processes: int, origin
         draft.problem(f"{sizes.origin}: {strategy} has the full model in every process; use FSDP to shard it")
 
 
-def _precision(top: ConfigSection, draft: Draft) -> None:
+def _read_precision(top: ConfigSection, draft: Draft) -> None:
     if top.raw("mixed_precision") is False:  # an unquoted `no`, read by YAML 1.1 and written out again
         draft.set("train.mixed_precision", "no", top.place("mixed_precision"))
         return
     name = top.choice("mixed_precision", _PRECISIONS)
     if name == "FP8":
-        _float8(top, draft)
+        _read_float8(top, draft)
     elif name is not None:
         draft.set("train.mixed_precision", name.lower(), top.place("mixed_precision"))
     elif top.flag("fp16"):
@@ -406,7 +406,7 @@ def _precision(top: ConfigSection, draft: Draft) -> None:
     top.raw("fp16")  # the key that Accelerate wrote before mixed_precision
 
 
-def _float8(top: ConfigSection, draft: Draft) -> None:
+def _read_float8(top: ConfigSection, draft: Draft) -> None:
     part = ConfigSection(top.source, ("fp8_config",), "fp8_")
     backend, blocks = (part.text("fp8_backend") or "").upper(), part.flag("fp8_use_mxfp8_block_scaling")
     if backend not in ("AO", "TE") or (backend == "TE" and not blocks):
@@ -428,7 +428,7 @@ def _float8(top: ConfigSection, draft: Draft) -> None:
         draft.problem(text)
 
 
-def _compile(top: ConfigSection, draft: Draft) -> None:
+def _read_compile(top: ConfigSection, draft: Draft) -> None:
     part = ConfigSection(top.source, ("dynamo_config",), "dynamo_")
     where = part if "dynamo_backend" in part else top
     backend = where.text("dynamo_backend")
@@ -446,7 +446,7 @@ def _compile(top: ConfigSection, draft: Draft) -> None:
         draft.problem(text)
 
 
-def _device(top: ConfigSection, draft: Draft, kind: str | None) -> Device:
+def _read_device(top: ConfigSection, draft: Draft, kind: str | None) -> Device:
     use_cpu = top.flag("use_cpu")
     if kind == "MULTI_GPU" and use_cpu:
         draft.problem(
@@ -460,7 +460,7 @@ def _device(top: ConfigSection, draft: Draft, kind: str | None) -> Device:
     return "any"
 
 
-def _machines(top: ConfigSection, draft: Draft, nodes: int) -> tuple[int, str | None]:
+def _read_machines(top: ConfigSection, draft: Draft, nodes: int) -> tuple[int, str | None]:
     rank = top.count("machine_rank") or 0
     host, port = top.text("main_process_ip"), top.count("main_process_port")
     if rank >= nodes:
@@ -476,15 +476,15 @@ def _machines(top: ConfigSection, draft: Draft, nodes: int) -> tuple[int, str | 
     backend = top.text("rdzv_backend")
     if backend is not None and backend.lower() not in ("static", "c10d"):
         draft.note("rdzv_backend", "machines use torch's c10d rendezvous")
-    return rank, None if host is None else in_words(host, port or DEFAULT_PORT)
+    return rank, None if host is None else format_address(host, port or DEFAULT_PORT)
 
 
-def _gpu_ids(top: ConfigSection) -> str | None:
+def _read_gpu_ids(top: ConfigSection) -> str | None:
     ids = top.names("gpu_ids")
     return None if not ids or ids == ["all"] else ",".join(ids)
 
 
-def _left_over(top: ConfigSection, draft: Draft, kind: str | None) -> None:
+def _read_left_over(top: ConfigSection, draft: Draft, kind: str | None) -> None:
     for key in ("rdzv_backend", "same_network", "main_process_ip", *_PARTS):
         top.raw(key)
     if "gradient_accumulation_steps" in top and top.text("gradient_accumulation_steps") != "auto":
@@ -507,9 +507,9 @@ def _left_over(top: ConfigSection, draft: Draft, kind: str | None) -> None:
             draft.note(name, f"ignored with distributed_type {kind}")
     for name in ("ipex_config", "fp8_config", "tp_config"):
         used_here = name == "fp8_config" and "train.float8" in draft.settings
-        if name in top and any(map(_is_on, _items(top.raw(name)))) and not used_here:
+        if name in top and any(map(_is_on, _list_items(top.raw(name)))) and not used_here:
             draft.note(name, "not supported")
-    if "mpirun_config" in top and any(map(_is_on, _items(top.raw("mpirun_config")))):
+    if "mpirun_config" in top and any(map(_is_on, _list_items(top.raw("mpirun_config")))):
         draft.note("mpirun_config", "processes are started without MPI; on several machines, start the command on each")
     supported = (*_PLAIN_KEYS, *_PARTS, *_TPU_KEYS)
     elsewhere = dict.fromkeys(strategies.DEEPSPEED_KEYS, "deepspeed_config") | dict.fromkeys(
@@ -519,7 +519,7 @@ def _left_over(top: ConfigSection, draft: Draft, kind: str | None) -> None:
         draft.problem(text, for_script=True)
 
 
-def _items(value: Any) -> Iterable[Any]:
+def _list_items(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else [value]
 
 
@@ -527,7 +527,7 @@ def _is_on(value: Any) -> bool:
     return value not in (None, False, "", [], {}) and str(value).lower() not in ("false", "no", "[]", "none")
 
 
-def missing_rendezvous(translation: Translation) -> RequestError | None:
+def check_rendezvous(translation: Translation) -> RequestError | None:
     """Return the error for several machines without a rendezvous address, or None."""
     if translation.nodes == 1 or translation.rendezvous is not None:
         return None

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainwright.compatibility.accelerate.machine import default_processes
+from trainwright.compatibility.accelerate.machine import choose_processes
 from trainwright.errors import RequestError
 from trainwright.machine.machine import Machine
-from trainwright.parallel.zero.spec import stage_of
+from trainwright.parallel.zero.spec import look_up_stage
 from trainwright.recipe.registries import STRATEGIES
-from trainwright.recipe.strategy_spec import StrategySpec, all_specs, spec_of
+from trainwright.recipe.strategy_spec import StrategySpec, load_strategies, look_up_strategy
 from trainwright.recipe.yaml_text import to_yaml
 from trainwright.utils.paths import write_file
 
@@ -34,7 +34,7 @@ class Answers:
     main_ip: str | None
     main_port: int | None
     processes: int
-    strategy: str  # one of `offered`
+    strategy: str  # one of `list_offered_strategies`
     offload: bool
     precision: str
     gpu_ids: str | None = None
@@ -47,7 +47,7 @@ class Answers:
     max_grad_norm: float | None = None
 
 
-def suggested(machine: Machine) -> Answers:
+def suggest_answers(machine: Machine) -> Answers:
     """Return answers that use all of this machine."""
     return Answers(
         device="gpu" if machine.gpus else "cpu",
@@ -55,25 +55,25 @@ def suggested(machine: Machine) -> Answers:
         machine_rank=0,
         main_ip=None,
         main_port=None,
-        processes=default_processes(machine),
+        processes=choose_processes(machine),
         strategy="ddp",
         offload=False,
         precision="bf16" if machine.has_bf16 else "no",
     )
 
 
-def offered() -> dict[str, StrategySpec]:
+def list_offered_strategies() -> dict[str, StrategySpec]:
     """Return the strategies that a file can set, by name: built-in ones for several processes."""
-    specs = all_specs().items()
+    specs = load_strategies().items()
     return {name: spec for name, spec in specs if STRATEGIES.package(name) is None and not spec.is_one_process}
 
 
-def file_values(answers: Answers) -> dict[str, Any]:
+def build_values(answers: Answers) -> dict[str, Any]:
     """Return the file's keys, in the order and the spelling of Accelerate's own wizard."""
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
-        "distributed_type": _distributed_type(answers),
+        "distributed_type": _choose_distributed_type(answers),
         "downcast_bf16": "no",
         "enable_cpu_affinity": False,
         "machine_rank": answers.machine_rank,
@@ -105,7 +105,7 @@ def file_values(answers: Answers) -> dict[str, Any]:
         if answers.wrap is not None:
             values["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] = answers.wrap
     if values["distributed_type"] == "DEEPSPEED":
-        values["deepspeed_config"] = _deepspeed(answers)
+        values["deepspeed_config"] = _build_deepspeed_values(answers)
         if answers.deepspeed_file is not None:
             del values["mixed_precision"]  # Accelerate takes it from one of the files, and refuses both
     return dict(sorted(values.items()))
@@ -117,7 +117,7 @@ def write(path: Path, values: dict[str, Any], *, replace: bool) -> Path | None:
     With ``replace``, an existing file is kept under the name returned (default_config.yaml.bak, .bak2, …). Raises
     RequestError if it exists and ``replace`` is not set, or if the path is not writable.
     """
-    text = file_text(path, values)
+    text = format_file(path, values)
     backup = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -126,7 +126,7 @@ def write(path: Path, values: dict[str, Any], *, replace: bool) -> Path | None:
                 raise RequestError(f"{path}: already exists and was not replaced")
             if path.read_text(encoding="utf-8", errors="replace") == text:
                 return None
-            backup = _free(path)
+            backup = _find_free_path(path)
             path.rename(backup)
         write_file(path, text)
     except OSError as error:
@@ -134,25 +134,25 @@ def write(path: Path, values: dict[str, Any], *, replace: bool) -> Path | None:
     return backup
 
 
-def file_text(path: Path, values: dict[str, Any]) -> str:
+def format_file(path: Path, values: dict[str, Any]) -> str:
     """Return the text that write() writes."""
     if path.suffix == ".json":
         return json.dumps(values, indent=2) + "\n"
     return _HEADER + to_yaml(values)
 
 
-def _distributed_type(answers: Answers) -> str:
-    if (kind := spec_of(answers.strategy).accelerate_type) is not None:
+def _choose_distributed_type(answers: Answers) -> str:
+    if (kind := look_up_strategy(answers.strategy).accelerate_type) is not None:
         return kind
     if answers.processes == 1:
         return "NO"
     return "MULTI_CPU" if answers.device == "cpu" else "MULTI_GPU"
 
 
-def _deepspeed(answers: Answers) -> dict[str, Any]:
+def _build_deepspeed_values(answers: Answers) -> dict[str, Any]:
     if answers.deepspeed_file is not None:
         return {"deepspeed_config_file": answers.deepspeed_file, "deepspeed_multinode_launcher": "standard"}
-    stage = stage_of(spec_of(answers.strategy))
+    stage = look_up_stage(look_up_strategy(answers.strategy))
     device = "cpu" if answers.offload else "none"
     numbers = {"gradient_accumulation_steps": answers.accumulation, "gradient_clipping": answers.max_grad_norm}
     return {
@@ -166,6 +166,6 @@ def _deepspeed(answers: Answers) -> dict[str, Any]:
     }
 
 
-def _free(path: Path) -> Path:
+def _find_free_path(path: Path) -> Path:
     candidates = (path.with_name(f"{path.name}.bak{n}" if n > 1 else f"{path.name}.bak") for n in range(1, 10**6))
     return next(candidate for candidate in candidates if not candidate.exists())

@@ -7,8 +7,8 @@ from typing import Any
 
 from trainwright.compatibility.conversion import functions
 from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting
-from trainwright.compatibility.conversion.scripts import shown
-from trainwright.data.rows.chat_templates import named_template
+from trainwright.compatibility.conversion.scripts import format_value
+from trainwright.data.rows.chat_templates import read_template
 
 _ALPACA = "{instruction}\n\n### Input:\n{input}"
 _TASK = "Below is an instruction that describes a task{}. Write a response that appropriately completes the request.\n"
@@ -89,7 +89,7 @@ def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     kind = setting.value
     if isinstance(kind, dict):
         _ignore_template(conversion)
-        _own_prompt(conversion, setting, item, kind)
+        _set_own_prompt(conversion, setting, item, kind)
         return
     word, _, style = str(kind).partition(":")
     word = word.removesuffix(".load")
@@ -103,9 +103,9 @@ def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         item |= {"prompt": _ALPACA, "prompt_without_input": "{instruction}"}
         if word == "gpteacher":
             item["columns.answer"] = "response"
-        conversion.take(setting, "model.chat_template", _with_end(conversion, "alpaca"))
+        conversion.take(setting, "model.chat_template", _add_end(conversion, "alpaca"))
     elif word in _TEXTS:
-        _written_as_texts(conversion, setting, item, *_TEXTS[word])
+        _write_as_texts(conversion, setting, item, *_TEXTS[word])
     elif re.fullmatch(r"completion|pretrain", word):
         item["format"] = "text"
         conversion.add("taken", setting, "data.train: format text")
@@ -133,13 +133,13 @@ def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         conversion.refuse(setting, "builds the prompts of the rows in a way of its own")
 
 
-def _with_end(conversion: Conversion, name: str) -> str:
+def _add_end(conversion: Conversion, name: str) -> str:
     """Return a template for rows that are written as texts, which end with the end of text that the file sets."""
-    end = _end_of(conversion)
-    return name if end in (None, *_USUAL_ENDS) else named_template(name).replace("eos_token", repr(str(end)))
+    end = _find_end(conversion)
+    return name if end in (None, *_USUAL_ENDS) else read_template(name).replace("eos_token", repr(str(end)))
 
 
-def _end_of(conversion: Conversion) -> Any:
+def _find_end(conversion: Conversion) -> Any:
     tokens = conversion.value("special_tokens")
     return tokens.get("eos_token") if isinstance(tokens, dict) else None
 
@@ -159,7 +159,7 @@ def _ignore_template(conversion: Conversion) -> None:
     conversion.drop(setting, "is not used for rows of this type")
 
 
-def _written_as_texts(
+def _write_as_texts(
     conversion: Conversion,
     setting: Setting,
     item: dict[str, Any],
@@ -169,7 +169,7 @@ def _written_as_texts(
     answer: str,
 ) -> None:
     item |= {"prompt": prompt, "prompt_without_input": without_input, "columns.input": column, "columns.answer": answer}
-    conversion.take(setting, "model.chat_template", _with_end(conversion, "plain"))
+    conversion.take(setting, "model.chat_template", _add_end(conversion, "plain"))
 
 
 def long_rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
@@ -186,7 +186,7 @@ def long_rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         conversion.take(setting, "data.long_documents", "cut", "rows that are cut are counted and shown")
 
 
-def _own_prompt(conversion: Conversion, setting: Setting, item: dict[str, Any], kind: dict[str, Any]) -> None:
+def _set_own_prompt(conversion: Conversion, setting: Setting, item: dict[str, Any], kind: dict[str, Any]) -> None:
     """Set the prompt of one's own format, where the text around the fields is written as it is."""
     read = {"format", "no_input_format", "system_prompt", "system_format", "field_output", "field_instruction"}
     unknown = [key for key in kind if key not in read | {"field_input", "field_system"} and kind[key] is not None]
@@ -208,7 +208,7 @@ def _own_prompt(conversion: Conversion, setting: Setting, item: dict[str, Any], 
     if names["input"]:
         item["columns.input"] = names["input"]
     item["columns.answer"] = kind.get("field_output") or "output"
-    conversion.take(setting, "model.chat_template", _with_end(conversion, "plain"))
+    conversion.take(setting, "model.chat_template", _add_end(conversion, "plain"))
 
 
 def messages(conversion: Conversion, setting: Setting, rule: Rule) -> None:
@@ -240,7 +240,7 @@ def trainable(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     ]
     ranges = [pattern for pattern in patterns if re.search(r"\[\d*:\d*\]", pattern)]
     if ranges:
-        conversion.refuse(setting, f"trains some rows of a matrix only: {shown(ranges[0])}")
+        conversion.refuse(setting, f"trains some rows of a matrix only: {format_value(ranges[0])}")
     elif patterns:
         conversion.take(setting, "model.trainable", patterns)
     else:

@@ -12,8 +12,8 @@ import typer
 
 from trainwright.cli.command import command
 from trainwright.errors import RequestError
-from trainwright.recipe.extensions import trusting
-from trainwright.utils.text import plural, quoted, say, table
+from trainwright.recipe.extensions import set_trust
+from trainwright.utils.text import format_plural, format_table, quote_word, say
 
 if TYPE_CHECKING:
     from trainwright.compatibility.conversion.convert import Conversion, Options, ResultLine
@@ -82,14 +82,14 @@ def convert(
     from trainwright.compatibility.conversion.convert import Options
 
     options = Options(processes, rows, layers, train, validation)
-    with trusting(False):  # a file may name code as the source of its rows
+    with set_trust(False):  # a file may name code as the source of its rows
         if check:
-            for line in _checked(source, options):
+            for line in _check_folder(source, options):
                 say(line)
             return
-        conversion = _one(source, values or [], options, accelerate_config)
+        conversion = _convert_one(source, values or [], options, accelerate_config)
     is_written = partly or not conversion.failures
-    text = _recipe_text(conversion) if is_written else ""
+    text = _format_recipe(conversion) if is_written else ""
     if is_written and output is not None:
         if output.exists():
             raise RequestError(f"{output}: exists; name another file, or remove it")
@@ -101,14 +101,15 @@ def convert(
     if not is_written:
         count = len(conversion.failures)
         raise RequestError(
-            f"{source}: {plural(count, 'key')} cannot be converted, as listed above, so nothing was written; --partly "
+            f"{source}: {format_plural(count, 'key')} cannot be converted, as listed above, so nothing was written; "
+            "--partly "
             "writes the rest"
         )
 
 
-def _one(source: Path, values: list[str], options: Options, accelerate_config: Path | None) -> Conversion:
+def _convert_one(source: Path, values: list[str], options: Options, accelerate_config: Path | None) -> Conversion:
     """Return the conversion of a file, or of the command on a line of a script, FILE:LINE."""
-    from trainwright.compatibility.conversion.convert import convert, names, recognize, table
+    from trainwright.compatibility.conversion.convert import convert, list_tools, load_table, recognize
     from trainwright.compatibility.conversion.reading import read
     from trainwright.compatibility.conversion.scripts import put
     from trainwright.compatibility.conversion.shell import LAUNCHER
@@ -118,7 +119,7 @@ def _one(source: Path, values: list[str], options: Options, accelerate_config: P
     file, number = (Path(name), int(line)) if name and line.isdigit() else (source, None)
     trees = read(file, values)
     trees = [tree for tree in trees if recognize(tree) is not None] or trees
-    at = [_line(tree) for tree in trees]
+    at = [_find_line(tree) for tree in trees]
     if len(trees) > 1 and number not in at:
         raise RequestError(
             f"{file}: has {len(trees)} configurations; choose one: {', '.join(f'{file}:{n}' for n in at)}"
@@ -126,33 +127,33 @@ def _one(source: Path, values: list[str], options: Options, accelerate_config: P
     tree = trees[at.index(number)] if number in at else trees[0]
     tool = recognize(tree)
     if tool is None:
-        tools = ", ".join(table(name).name for name in names())
+        tools = ", ".join(load_table(name).name for name in list_tools())
         raise RequestError(f"{file}: has the keys of no tool that is known: {tools}")
     if accelerate_config is not None:
         put(
             tree,
             f"{LAUNCHER}.accelerate_config",
             str(accelerate_config),
-            Origin(f"--accelerate-config {quoted(str(accelerate_config))}"),
+            Origin(f"--accelerate-config {quote_word(str(accelerate_config))}"),
         )
     return convert(tree, tool, options)
 
 
-def _line(tree: Tree) -> int | None:
+def _find_line(tree: Tree) -> int | None:
     origin = tree.origins.get(("launcher", "program")) or next(iter(tree.origins.values()), None)
     return None if origin is None else origin.line
 
 
-def _recipe_text(conversion: Conversion) -> str:
+def _format_recipe(conversion: Conversion) -> str:
     from trainwright.recipe.yaml_text import to_yaml
 
     head = [f"# From {conversion.file} ({conversion.tool.name}), by trainwright recipe from."]
-    head += [f"# Not here: {where}: {text}" for where, text in map(_failure, conversion.failures)]
+    head += [f"# Not here: {where}: {text}" for where, text in map(_format_failure, conversion.failures)]
     lines = [line.replace("\n", " ") for line in head]
     return "\n".join(lines) + "\n" + to_yaml(conversion.recipe().values)
 
 
-def _failure(line: ResultLine) -> tuple[str, str]:
+def _format_failure(line: ResultLine) -> tuple[str, str]:
     setting = line.setting
     return str(setting.origin), f"{setting.key}: {line.text}" if setting.key else line.text
 
@@ -168,13 +169,13 @@ def _report(conversion: Conversion) -> Iterator[str]:
         yield ""
         yield f"{_HEADINGS[status]}:"
         if status in FAILED:
-            yield from (f"  {where}: {text}" for where, text in map(_failure, lines))
+            yield from (f"  {where}: {text}" for where, text in map(_format_failure, lines))
             continue
         rows = [(f"  {line.setting.key}{' (default)' * line.setting.is_default}", line.text) for line in lines]
-        yield from table(rows)
+        yield from format_table(rows)
 
 
-def _checked(folder: Path, options: Options) -> Iterator[str]:
+def _check_folder(folder: Path, options: Options) -> Iterator[str]:
     """Yield which share of a folder's files can be converted, by tool, and what blocks the rest."""
     from trainwright.compatibility.conversion.convert import convert, recognize
     from trainwright.compatibility.conversion.reading import SUFFIXES, read
@@ -202,7 +203,7 @@ def _checked(folder: Path, options: Options) -> Iterator[str]:
             if conversion.kind == "aside":
                 aside[next(line.aside for line in conversion.lines if line.aside) or ""] += 1
             elif conversion.kind == "not":
-                blocking.update({_cause(line) for line in conversion.failures if line.status != "needs"})
+                blocking.update({_format_cause(line) for line in conversion.failures if line.status != "needs"})
     kinds = {
         "as it is": "as they are",
         "harmlessly": "harmlessly",
@@ -215,7 +216,7 @@ def _checked(folder: Path, options: Options) -> Iterator[str]:
         ours = count.total() - count["aside"]
         shares = [f"{count[kind]} ({count[kind] / max(1, ours):.0%})" for kind in list(kinds)[:-1]]
         rows.append((name, str(count.total()), *shares, str(count["aside"])))
-    yield from table(rows)
+    yield from format_table(rows)
     yield ""
     yield "as they are: every key is taken, or has no effect on the training here. harmlessly: something is done"
     yield "in another way. with an option: a value is missing in the file. aside: other kinds of training, in no share."
@@ -224,13 +225,13 @@ def _checked(folder: Path, options: Options) -> Iterator[str]:
     if blocking:
         yield ""
         yield "what blocks the others, by the number of files:"
-        yield from table([(f"  {count}", cause) for cause, count in blocking.most_common(_MOST_BLOCKING)])
+        yield from format_table([(f"  {count}", cause) for cause, count in blocking.most_common(_MOST_BLOCKING)])
     if others or unreadable:
         yield ""
-        yield f"{plural(others, 'file')} of no known tool, {len(unreadable)} not readable"
+        yield f"{format_plural(others, 'file')} of no known tool, {len(unreadable)} not readable"
         yield from (f"  {problem.splitlines()[0]}" for problem in unreadable[:_MOST_BLOCKING])
 
 
-def _cause(line: ResultLine) -> str:
+def _format_cause(line: ResultLine) -> str:
     setting = line.setting
     return f"{setting.pattern}: {line.text}" if setting.pattern else line.text

@@ -24,14 +24,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from trainwright.compatibility.conversion.scripts import Code, is_absent, near, shown
+from trainwright.compatibility.conversion.scripts import Code, find_file_near, format_value, is_absent
 from trainwright.compatibility.conversion.shell import LAUNCHER
-from trainwright.data.sources.row_files import READERS, iterate_rows, suffix_of
+from trainwright.data.sources.row_files import READERS, iterate_rows, parse_suffix
 from trainwright.errors import RequestError
 from trainwright.recipe.extensions import load
-from trainwright.recipe.loading import checked
-from trainwright.recipe.schema import recipe_model
-from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, dotted
+from trainwright.recipe.loading import check_tree
+from trainwright.recipe.schema import build_recipe_model
+from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, format_key_path
 
 _FOLDER = Path(__file__).parent / "tables"
 NULL = "null"  # TOML has no null
@@ -98,47 +98,47 @@ class Table:
         """Return the rule of a key, whose places in lists are written ``[]``: its own, or that of the longest match."""
         if pattern in self.rules:
             return self.rules[pattern]
-        near = [name for name in self.rules if "*" in name and _matches(pattern, name)]
+        near = [name for name in self.rules if "*" in name and _is_match(pattern, name)]
         return self.rules[max(near, key=len)] if near else None
 
     def is_of_rows(self, pattern: str, use: str = "train") -> bool:
         """Return whether a key says where rows are, or how they are made."""
-        return any(_matches(pattern, name) for name in self.of_rows.get(use, ()))
+        return any(_is_match(pattern, name) for name in self.of_rows.get(use, ()))
 
     def has_rules_inside(self, pattern: str) -> bool:
         """Return whether keys inside a key have rules of their own."""
         return any(name.startswith((f"{pattern}.", f"{pattern}[]")) for name in self.rules)
 
 
-def _matches(key: str, name: str) -> bool:
+def _is_match(key: str, name: str) -> bool:
     """Return whether a key is one of those that a name of a table stands for."""
     return fnmatchcase(key, name.replace("[]", "[[]]"))
 
 
-def names() -> list[str]:
+def list_tools() -> list[str]:
     """Return the names of the tools, in the order in which files are recognized."""
     return ["open-unlearning", "torchtune", "axolotl", "llamafactory", "unsloth", "trl"]
 
 
 @cache
-def table(name: str) -> Table:
+def load_table(name: str) -> Table:
     """Return the table of a tool."""
     document = read_document(name)
     rules: dict[str, Rule] = {}
     of_rows: dict[str, tuple[str, ...]] = {}
     defaults: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
     for included in document.get("include", []):
-        base = table(included["table"])
+        base = load_table(included["table"])
         for prefix in included.get("prefixes", [""]):
-            rules |= {prefix + key: _under(rule, prefix) for key, rule in base.rules.items()}
-            defaults += [(_keys_under(when, prefix), _keys_under(values, prefix)) for when, values in base.defaults]
+            rules |= {prefix + key: _prefix_rule(rule, prefix) for key, rule in base.rules.items()}
+            defaults += [(_prefix_keys(when, prefix), _prefix_keys(values, prefix)) for when, values in base.defaults]
         of_rows |= base.of_rows
     for group in document.get("without_effect", []):
         rules |= {key: Rule(drop=group["reason"]) for key in group["keys"].split()}
     for group in document.get("not_possible", []):
         rule = Rule(refuse=group["reason"], off=tuple(group.get("off", ())), aside=group.get("aside"))
         rules |= dict.fromkeys(group["keys"].split(), rule)
-    rules |= {key: _rule(written) for key, written in document.get("keys", {}).items()}
+    rules |= {key: _parse_rule(written) for key, written in document.get("keys", {}).items()}
     for item in document.get("defaults", []):
         whens = item.get("when", {})
         defaults += [(when, item["values"]) for when in (whens if isinstance(whens, list) else [whens])]
@@ -154,7 +154,7 @@ def read_document(name: str) -> dict[str, Any]:
     return tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
 
 
-def _rule(written: Any) -> Rule:
+def _parse_rule(written: Any) -> Rule:
     if isinstance(written, str):
         return Rule(to=written)
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in written.items()}
@@ -162,11 +162,11 @@ def _rule(written: Any) -> Rule:
     return Rule(**fields)
 
 
-def _keys_under(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+def _prefix_keys(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return {prefix + key: value for key, value in values.items()}
 
 
-def _under(rule: Rule, prefix: str) -> Rule:
+def _prefix_rule(rule: Rule, prefix: str) -> Rule:
     """Return a rule that names keys below a prefix."""
     values = {
         word: {**ours, "over": [prefix + key for key in ours["over"]]}
@@ -178,7 +178,7 @@ def _under(rule: Rule, prefix: str) -> Rule:
         "values": values,
         "arguments": {name: prefix + key for name, key in rule.arguments.items()},
         "over": tuple(prefix + key for key in rule.over),
-        "needs": _keys_under(rule.needs, prefix),
+        "needs": _prefix_keys(rule.needs, prefix),
         "alias": rule.alias and prefix + rule.alias,
     }
     return replace(rule, **changes) if prefix else rule
@@ -279,7 +279,7 @@ class Conversion:
     def has_effect(self, key: str) -> bool:
         """Return whether a key of the tool asks for anything, beside the keys that its rule needs."""
         rule = self.tool.rule(_INDEX.sub("[]", key))
-        return self.is_on(key) and rule is not None and all(_meets(self, *need) for need in rule.needs.items())
+        return self.is_on(key) and rule is not None and all(_is_met(self, *need) for need in rule.needs.items())
 
     @property
     def processes(self) -> int:
@@ -294,19 +294,21 @@ class Conversion:
         if key.startswith("@"):
             use, _, name = key[1:].partition(".")
             self.source(use, setting)[name] = value
-            text = f"data.{use}: {name} {shown(value)}"
+            text = f"data.{use}: {name} {format_value(value)}"
         else:
             earlier = self.values.get(key)
             if earlier is not None and earlier[0] != value:
                 if setting.is_default:
                     return
                 if not earlier[1].is_default:
-                    other = f"{earlier[1].key} on line {earlier[1].origin.line}, which means {shown(earlier[0])}"
-                    self.refuse(setting, f"means {key}: {shown(value)}, and contradicts {other}; remove one of the two")
+                    other = f"{earlier[1].key} on line {earlier[1].origin.line}, which means {format_value(earlier[0])}"
+                    self.refuse(
+                        setting, f"means {key}: {format_value(value)}, and contradicts {other}; remove one of the two"
+                    )
                     return
             if earlier is None or earlier[0] != value or earlier[1].is_default:
                 self.values[key] = (value, setting)
-            text = f"{key}: {shown('null' if value is None else value)}"
+            text = f"{key}: {format_value('null' if value is None else value)}"
         text += f" ({computed})" if computed else ""
         text += f"; {note}" if note else ""
         self.add("computed" if computed else "taken", setting, text, differs=note is not None)
@@ -338,7 +340,7 @@ class Conversion:
             self.need(file, f"{why}; put it there, or pass the option that names it")
             return
         why = "the script computes it" if isinstance(setting.value, Code) else "it is set elsewhere"
-        self.need(setting, f"{why}: {shown(setting.value)}; pass {setting.key}=VALUE")
+        self.need(setting, f"{why}: {format_value(setting.value)}; pass {setting.key}=VALUE")
 
     def need(self, setting: Setting, what: str) -> None:
         """Say which number is missing, and how to pass it."""
@@ -373,17 +375,17 @@ class Conversion:
         """Return our values as a recipe's tree, with the places of the settings that decided them."""
         tree = Tree(file=self.file)
         for key, (value, setting) in self.values.items():
-            path, index = _path(key)
+            path, index = _parse_path(key)
             inside = tree.values
             for part in path[:-1]:
                 inside = inside.setdefault(str(part), {})
             if index is not None:
-                items = inside.setdefault(str(path[-1]), list(_default(path)))
+                items = inside.setdefault(str(path[-1]), list(_look_up_default(path)))
                 items[index] = value
             else:
                 inside[str(path[-1])] = deepcopy(value)
             tree.origins[path] = setting.origin
-        order = ["task", *recipe_model().model_fields]
+        order = ["task", *build_recipe_model().model_fields]
         tree.values = dict(sorted(tree.values.items(), key=lambda item: order.index(item[0])))
         return tree
 
@@ -392,8 +394,8 @@ def recognize(tree: Tree) -> Table | None:
     """Return the table of the tool that a file is for; None if it is for none of them."""
     keys = {setting.pattern for setting in _flatten(tree.values, (), tree, None)}
     words = {*keys, *(".".join(key.split(".")[:at]) for key in keys for at in range(1, key.count(".") + 1))}
-    for name in names():
-        candidate = table(name)
+    for name in list_tools():
+        candidate = load_table(name)
         if any(set(required) <= words for required in candidate.recognized_by):
             return candidate
     return None
@@ -402,7 +404,7 @@ def recognize(tree: Tree) -> Table | None:
 def convert(tree: Tree, tool: Table, options: Options) -> Conversion:
     """Return the conversion of what was read from a file of ``tool``. What is not possible is in its lines."""
     conversion = Conversion(tool, tree.file or Path(str(tree)), options)
-    written = [_named(setting, tool) for setting in _flatten(tree.values, (), tree, tool)]
+    written = [_rename_setting(setting, tool) for setting in _flatten(tree.values, (), tree, tool)]
     for problem in tree.problems:
         text = problem.message.replace("keep one of the two", "the later one counts, as for the tool")
         conversion.drop(
@@ -414,7 +416,7 @@ def convert(tree: Tree, tool: Table, options: Options) -> Conversion:
     before, after = (load(f"{_FUNCTIONS}.{name}", "a function of conversions") for name in _AROUND)
     before(conversion)
     _replace_rows(conversion)
-    ignored = {key: setting for setting in conversion.settings.values() for key in _overruled(setting, tool)}
+    ignored = {key: setting for setting in conversion.settings.values() for key in _iterate_overruled(setting, tool)}
     for setting in list(conversion.settings.values()):
         other = ignored.get(setting.key)
         if setting.key not in conversion.settings:
@@ -434,7 +436,7 @@ _ALL_TOKENS = "DataCollatorForLanguageModeling"
 TEXT_FIELDS = ("SFTTrainer.dataset_text_field", "dataset_text_field")
 
 
-def text_counts_first(conversion: Conversion) -> bool:
+def is_text_first(conversion: Conversion) -> bool:
     """Return whether the column of texts counts before turns: for Unsloth and, if it is named, for TRL before it had a
     configuration of its own.
     """
@@ -447,7 +449,7 @@ def _replace_rows(conversion: Conversion) -> None:
     """Take the rows of the options' files in place of the configuration's."""
     options = conversion.options
     field = next(filter(None, map(conversion.value, TEXT_FIELDS)), "text")
-    is_first = text_counts_first(conversion)
+    is_first = is_text_first(conversion)
     for use, file in (("train", options.train), ("validation", options.validation)):
         if file is None and (use == "train" or options.train is None):
             continue
@@ -471,7 +473,7 @@ def _take_rows(conversion: Conversion, use: str, file: Path, field: str, is_firs
     """
     option = Setting(f"--{use}", f"--{use}", str(file), Origin(f"--{use}"))
     conversion.take(option, f"@{use}.source", str(file))
-    columns = set(_first_row(option, file))
+    columns = set(_read_first_row(option, file))
     is_text = field in columns and (is_first or not _BEFORE_TEXTS & columns)
     is_read = TEXT_FIELDS[-1] in conversion.tool.rules
     kind = "tokens" if "input_ids" in columns else "text" if is_text and is_read else None
@@ -498,8 +500,8 @@ def _take_rows(conversion: Conversion, use: str, file: Path, field: str, is_firs
         conversion.settings["max_length"] = Setting("max_length", "max_length", longest, option.origin)
 
 
-def _first_row(option: Setting, file: Path) -> dict[str, Any]:
-    if file.is_dir() or suffix_of(file) not in READERS:
+def _read_first_row(option: Setting, file: Path) -> dict[str, Any]:
+    if file.is_dir() or parse_suffix(file) not in READERS:
         raise RequestError(f"{option.key} {file}: is no file of rows; they have the endings {', '.join(READERS)}")
     row = next((row for _, row in iterate_rows(file)), None)
     if row is None:
@@ -511,25 +513,25 @@ def _apply(conversion: Conversion, setting: Setting, rule: Rule | None) -> None:
     if rule is None:
         if setting.key.startswith(f"{LAUNCHER}."):
             conversion.drop(setting, "is for the launcher; see trainwright train --help")
-        elif f"${{{setting.key}}}" in _text_of(conversion.file):
+        elif f"${{{setting.key}}}" in _read_text(conversion.file):
             conversion.drop(setting, "is read where other keys name it")
         elif conversion.tool.ignores_others and _is_key_of_another(setting.pattern):
             conversion.drop(setting, f"is no key of {conversion.tool.name}, which ignores it", differs=True)
         else:
             conversion.add("unknown", setting, f"is no key that the table of {conversion.tool.name} has")
         return
-    unmet = [key for key, values in rule.needs.items() if not _meets(conversion, key, values)]
+    unmet = [key for key, values in rule.needs.items() if not _is_met(conversion, key, values)]
     if unmet:
-        conversion.drop(setting, f"has no effect with {unmet[0]}: {shown(conversion.value(unmet[0]))}")
+        conversion.drop(setting, f"has no effect with {unmet[0]}: {format_value(conversion.value(unmet[0]))}")
         return
-    word = _word(setting.value)
+    word = _normalize_value(setting.value)
     if is_absent(setting.value) and rule.drop is None:
         conversion.need_value(setting)
     elif word in rule.values:
         _apply_value(conversion, setting, rule, rule.values[word])
     elif rule.by is not None:
         _compute(conversion, setting, rule, rule.by)
-    elif not setting.is_on or setting.value in rule.off or word in map(_word, rule.off):
+    elif not setting.is_on or setting.value in rule.off or word in map(_normalize_value, rule.off):
         if rule.to is not None and setting.value not in (None, "", [], {}) and not rule.values:
             conversion.take(setting, rule.to, setting.value, rule.note)
         else:
@@ -543,13 +545,15 @@ def _apply(conversion: Conversion, setting: Setting, rule: Rule | None) -> None:
     elif isinstance(setting.value, Code):
         conversion.need_value(setting)
     elif rule.values and not rule.others:
-        conversion.refuse(setting, f"{shown(setting.value)} is not supported; {', '.join(rule.values)} are", rule.aside)
+        conversion.refuse(
+            setting, f"{format_value(setting.value)} is not supported; {', '.join(rule.values)} are", rule.aside
+        )
     elif rule.to is not None:
         conversion.take(setting, rule.to, setting.value, rule.note)
 
 
 def _is_key_of_another(pattern: str) -> bool:
-    return any(pattern in table(name).rules for name in names())
+    return any(pattern in load_table(name).rules for name in list_tools())
 
 
 def _compute(conversion: Conversion, setting: Setting, rule: Rule, by: str) -> None:
@@ -567,11 +571,13 @@ def _compute(conversion: Conversion, setting: Setting, rule: Rule, by: str) -> N
     try:
         function(conversion, setting, rule, **rule.arguments)
     except (TypeError, ValueError, ArithmeticError):  # a text where the tool has a number, and the like
-        conversion.refuse(setting, f"has a value that {conversion.tool.name} does not take: {shown(setting.value)}")
+        conversion.refuse(
+            setting, f"has a value that {conversion.tool.name} does not take: {format_value(setting.value)}"
+        )
 
 
 @cache
-def _text_of(file: Path) -> str:
+def _read_text(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="ignore") if file.is_file() else ""
 
 
@@ -593,13 +599,13 @@ def _apply_value(conversion: Conversion, setting: Setting, rule: Rule, ours: Any
             conversion.take(setting, key, None if value == NULL else value, note)
 
 
-def _meets(conversion: Conversion, key: str, values: Any) -> bool:
+def _is_met(conversion: Conversion, key: str, values: Any) -> bool:
     if values == "*":
         return conversion.is_on(key)
-    return _word(conversion.value(key)) in (values if isinstance(values, list) else [values])
+    return _normalize_value(conversion.value(key)) in (values if isinstance(values, list) else [values])
 
 
-def _word(value: Any) -> str:
+def _normalize_value(value: Any) -> str:
     """Return a value as tables have it: in lower case, whole numbers without a point."""
     if value is None:
         return NULL
@@ -608,15 +614,15 @@ def _word(value: Any) -> str:
     return str(value).lower()
 
 
-def _overruled(setting: Setting, tool: Table) -> Iterator[str]:
+def _iterate_overruled(setting: Setting, tool: Table) -> Iterator[str]:
     rule = tool.rule(setting.pattern)
     if rule is not None and setting.is_on and not setting.is_default:
-        ours = rule.values.get(_word(setting.value))
+        ours = rule.values.get(_normalize_value(setting.value))
         values = ours if isinstance(ours, dict) else {}
         yield from () if "drop" in values else (*rule.over, *values.get("over", ()))
 
 
-def _named(setting: Setting, tool: Table) -> Setting:
+def _rename_setting(setting: Setting, tool: Table) -> Setting:
     """Return a setting by the key that it is another name of."""
     rule = tool.rule(setting.pattern)
     alias = rule.alias if rule is not None else None
@@ -638,7 +644,7 @@ def _add_program(conversion: Conversion) -> None:
 def _add_defaults(conversion: Conversion) -> None:
     """Add what the tool does without a key. Later sets replace earlier ones, and may depend on them."""
     for when, values in conversion.tool.defaults:
-        if all(_meets(conversion, key, wanted) for key, wanted in when.items()):
+        if all(_is_met(conversion, key, wanted) for key, wanted in when.items()):
             for key, value in values.items():
                 present = conversion.settings.get(key)
                 if present is None or present.is_default:
@@ -647,7 +653,7 @@ def _add_defaults(conversion: Conversion) -> None:
 
 
 def _flatten(value: Any, path: KeyPath, tree: Tree, tool: Table | None) -> Iterator[Setting]:
-    key = dotted(path)
+    key = format_key_path(path)
     pattern = _INDEX.sub("[]", key)
     is_known = tool is not None and pattern in tool.rules and not tool.has_rules_inside(pattern)
     if isinstance(value, dict) and value and not is_known:
@@ -661,13 +667,13 @@ def _flatten(value: Any, path: KeyPath, tree: Tree, tool: Table | None) -> Itera
         yield Setting(key, pattern, value, origin or Origin(str(tree)))
 
 
-def _path(key: str) -> tuple[KeyPath, int | None]:
+def _parse_path(key: str) -> tuple[KeyPath, int | None]:
     match = re.fullmatch(r"(.*)\[(\d+)\]", key)
     return (tuple(match[1].split(".")), int(match[2])) if match else (tuple(key.split(".")), None)
 
 
-def _default(path: KeyPath) -> Any:
-    section: Any = recipe_model()
+def _look_up_default(path: KeyPath) -> Any:
+    section: Any = build_recipe_model()
     for part in path[:-1]:
         section = section.model_fields[part].annotation
     return section.model_fields[path[-1]].default
@@ -679,7 +685,7 @@ def _stream_if_possible(conversion: Conversion) -> None:
     if key not in conversion.values:
         return
     try:
-        checked(conversion.recipe(), Origin(str(conversion.file)))
+        check_tree(conversion.recipe(), Origin(str(conversion.file)))
     except RequestError as error:
         if key in str(error):
             _, setting = conversion.values.pop(key)
@@ -692,7 +698,7 @@ def _validate(conversion: Conversion) -> None:
     if any(line.aside for line in conversion.lines):
         return
     try:
-        checked(conversion.recipe(), Origin(str(conversion.file)))
+        check_tree(conversion.recipe(), Origin(str(conversion.file)))
     except RequestError as error:
         has_others = bool(conversion.failures)
         has_gaps = any(line.status == "needs" for line in conversion.lines)
@@ -702,6 +708,6 @@ def _validate(conversion: Conversion) -> None:
                 conversion.refuse(Setting("", "", None, Origin(where)), message)
 
 
-def files_named(conversion: Conversion, setting: Setting) -> Path | None:
+def find_named_file(conversion: Conversion, setting: Setting) -> Path | None:
     """Return the file that a setting names; None if it is not here."""
-    return near(str(setting.value), conversion.file) if isinstance(setting.value, str) else None
+    return find_file_near(str(setting.value), conversion.file) if isinstance(setting.value, str) else None

@@ -13,13 +13,13 @@ from typing import Any
 
 from trainwright.compatibility.accelerate.reading import AccelerateConfig, read, read_json
 from trainwright.compatibility.accelerate.translation import Translation, interpret
-from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting, files_named
-from trainwright.compatibility.conversion.scripts import Code, near, shown
+from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting, find_named_file
+from trainwright.compatibility.conversion.scripts import Code, find_file_near, format_value
 from trainwright.compatibility.conversion.shell import LAUNCHER
 from trainwright.errors import RequestError
 from trainwright.recipe.registries import OBSERVERS
 from trainwright.recipe.yaml_text import parse_value
-from trainwright.utils.text import plural
+from trainwright.utils.text import format_plural
 
 _PROCESSES = ("num_processes", "nproc_per_node", "num_gpus")
 _AS_SHOWN = "logging_steps"  # as often as figures are shown, without a number of steps
@@ -44,18 +44,18 @@ def read_launcher(conversion: Conversion) -> None:
 
 def accelerate_file(conversion: Conversion, setting: Setting, rule: Rule | None = None) -> int | None:
     """Take what an Accelerate file sets; return its number of processes."""
-    path = files_named(conversion, setting)
+    path = find_named_file(conversion, setting)
     if path is None:
         conversion.drop(setting, "is not here: the plan decides how the model is distributed", differs=True)
         return None
-    return _translated(conversion, setting, lambda: interpret(_with_files(read(path), path)))
+    return _take_translation(conversion, setting, lambda: interpret(_replace_files(read(path), path)))
 
 
-def _with_files(config: AccelerateConfig, path: Path) -> AccelerateConfig:
+def _replace_files(config: AccelerateConfig, path: Path) -> AccelerateConfig:
     """Return a configuration whose DeepSpeed file is looked for where the tool would be started, too."""
     part = config.values.get("deepspeed_config")
     name = str(part.get("deepspeed_config_file")) if isinstance(part, dict) else "None"
-    file = None if Path(name).is_absolute() or config.directory is None else near(name, path)
+    file = None if Path(name).is_absolute() or config.directory is None else find_file_near(name, path)
     return config if file is None else replace(config, directory=Path(str(file).removesuffix(name) or "."))
 
 
@@ -72,7 +72,7 @@ def loss_of_pairs(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     else:
         names = ", ".join(("sigmoid", "hinge", "ipo", *rule.values))
         conversion.refuse(
-            setting, f"{shown(setting.value)} is not supported; {names} are, of the trainers that have them"
+            setting, f"{format_value(setting.value)} is not supported; {names} are, of the trainers that have them"
         )
 
 
@@ -82,15 +82,15 @@ def deepspeed_file(conversion: Conversion, setting: Setting, rule: Rule) -> None
     if setting.is_on and of_launcher is not None and of_launcher[1].pattern.startswith(f"{LAUNCHER}."):
         del conversion.values["parallel.strategy"]  # the argument counts, as in transformers' Trainer
     if isinstance(setting.value, dict):
-        values = {"distributed_type": "DEEPSPEED", "deepspeed_config": _deepspeed_keys(setting.value)}
-        _translated(conversion, setting, lambda: interpret(_config(setting, values)))
+        values = {"distributed_type": "DEEPSPEED", "deepspeed_config": _extract_deepspeed_keys(setting.value)}
+        _take_translation(conversion, setting, lambda: interpret(_build_config(setting, values)))
         return
-    path = files_named(conversion, setting)
-    if path is not None and _stage(path) == 0:
+    path = find_named_file(conversion, setting)
+    if path is not None and _read_stage(path) == 0:
         conversion.take(setting, "parallel.strategy", "ddp", computed="stage 0")
         return
     if path is not None:
-        _translated(conversion, setting, lambda: interpret(read(path)))
+        _take_translation(conversion, setting, lambda: interpret(read(path)))
         return
     name = Path(str(setting.value)).name.lower()
     match = re.search(r"(?:zero|z|stage|s)[-_]?([0123])", name)
@@ -119,10 +119,10 @@ def fsdp(conversion: Conversion, setting: Setting, rule: Rule, options: str) -> 
     if not setting.is_on or (setting.value is True and not keys):
         return
     values = {"distributed_type": "FSDP", "fsdp_config": keys}
-    _translated(conversion, setting, lambda: interpret(_config(setting, values)))
+    _take_translation(conversion, setting, lambda: interpret(_build_config(setting, values)))
 
 
-def _deepspeed_keys(values: dict[str, Any]) -> dict[str, Any]:
+def _extract_deepspeed_keys(values: dict[str, Any]) -> dict[str, Any]:
     zero = values.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
     devices = {f"{key}_device": part.get("device") for key, part in zero.items() if isinstance(part, dict)}
@@ -130,7 +130,7 @@ def _deepspeed_keys(values: dict[str, Any]) -> dict[str, Any]:
     return {"zero_stage": zero.get("stage", 0), **offloaded}
 
 
-def _stage(path: Path) -> Any:
+def _read_stage(path: Path) -> Any:
     try:
         zero = read_json(path).get("zero_optimization")
     except RequestError:  # said when the file is translated
@@ -138,11 +138,11 @@ def _stage(path: Path) -> Any:
     return zero.get("stage", 0) if isinstance(zero, dict) else None
 
 
-def _config(setting: Setting, values: dict[str, Any]) -> AccelerateConfig:
+def _build_config(setting: Setting, values: dict[str, Any]) -> AccelerateConfig:
     return AccelerateConfig(str(setting.origin), values, stated=False, device_stated=False)
 
 
-def _translated(conversion: Conversion, setting: Setting, translate: Any) -> int | None:
+def _take_translation(conversion: Conversion, setting: Setting, translate: Any) -> int | None:
     try:
         translation: Translation = translate()
     except RequestError as error:
@@ -173,7 +173,7 @@ def global_batch_size(
         conversion.need(setting, f"the batch size is not a number: {rows} x {steps}; pass KEY=VALUE")
         return
     shares = [n for key in sharing.values() if isinstance(n := conversion.value(key), int) and n > 1]
-    words = f"{rows} x {steps} x {plural(processes, 'process', 'processes')}"
+    words = f"{rows} x {steps} x {format_plural(processes, 'process', 'processes')}"
     if shares and processes > 1:
         if processes % math.prod(shares):
             shared = " x ".join(map(str, shares))
@@ -216,7 +216,7 @@ def interval(conversion: Conversion, setting: Setting, rule: Rule, strategy: str
     if wanted in ("no", "false", "none"):
         conversion.drop(setting, f"has no effect with {strategy}: no")
     elif wanted == "epoch":
-        _every_part_of_epoch(conversion, conversion.settings[strategy], key, 1)
+        _take_part_of_epoch(conversion, conversion.settings[strategy], key, 1)
     elif setting.value == _AS_SHOWN:
         steps = conversion.value(setting.key.removesuffix("eval_steps") + _AS_SHOWN)
         number = steps if isinstance(steps, int) and steps >= 1 else 500
@@ -230,12 +230,12 @@ def interval(conversion: Conversion, setting: Setting, rule: Rule, strategy: str
 def per_epoch(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Compute the steps between as many times in an epoch."""
     if setting.is_on and isinstance(setting.value, int):
-        _every_part_of_epoch(conversion, setting, str(rule.to), setting.value)
+        _take_part_of_epoch(conversion, setting, str(rule.to), setting.value)
     else:
         conversion.drop(setting, "asks for nothing")
 
 
-def _every_part_of_epoch(conversion: Conversion, setting: Setting, key: str, parts: int) -> None:
+def _take_part_of_epoch(conversion: Conversion, setting: Setting, key: str, parts: int) -> None:
     rows, batch = conversion.options.rows, conversion.values.get("train.global_batch_size")
     if rows is None or batch is None:
         where = (
@@ -400,7 +400,7 @@ def optimizer_arguments(conversion: Conversion, setting: Setting, rule: Rule) ->
         if name in _OF_OPTIMIZERS and (isinstance(value, list) or float(value) >= 0):
             conversion.take(setting, _OF_OPTIMIZERS[name], value if isinstance(value, list) else float(value))
         else:
-            conversion.refuse(setting, f"passes {name}: {shown(value)} to the optimizer")
+            conversion.refuse(setting, f"passes {name}: {format_value(value)} to the optimizer")
     if not values:
         conversion.drop(setting, "asks for nothing")
 
@@ -419,7 +419,7 @@ def best_metric(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     if named is None and conversion.is_on("early_stopping_steps"):
         conversion.refuse(setting, f"stops by {setting.value}; the loss of all sets or of one, eval_NAME_loss, is")
     elif named is None:
-        why = f"the checkpoint with the lowest validation loss is kept, not the best by {shown(setting.value)}"
+        why = f"the checkpoint with the lowest validation loss is kept, not the best by {format_value(setting.value)}"
         conversion.drop(setting, why, differs=True)
     else:
         conversion.take(setting, "evaluate.main_set", named[1])

@@ -22,7 +22,7 @@ _PACKAGE = re.compile(r"^#\s*@package\s+(\S+)", re.MULTILINE)
 _DEEPEST = 20
 
 
-def configuration_root(path: Path) -> Path | None:
+def find_configuration_root(path: Path) -> Path | None:
     """Return the folder of configurations that ``path`` is composed in; None if it is no configuration of Hydra."""
     if path.suffix not in (".yaml", ".yml"):
         return None
@@ -35,7 +35,7 @@ def configuration_root(path: Path) -> Path | None:
     return path.absolute().parent
 
 
-def compose(path: Path, root: Path, overrides: Sequence[str]) -> Tree:
+def compose_configuration(path: Path, root: Path, overrides: Sequence[str]) -> Tree:
     """Return the composition of a configuration, or of an experiment in the one that it is for.
 
     Raises:
@@ -57,10 +57,10 @@ def compose(path: Path, root: Path, overrides: Sequence[str]) -> Tree:
         files = (root / f"{part}.yaml" for part in inside.parts)
         primary = next((file for file in files if file.is_file()), root / "train.yaml")
         groups["experiment"] = "/".join(inside.parts[1:])
-    tree = _Composer(root, groups).composed(primary)
+    tree = _Composer(root, groups).compose_primary(primary)
     tree.file = path
     for key, value in values.items():
-        _merge(tree, _nested(key, value), {tuple(key.split(".")): Origin(f"argument {key}={value}")})
+        _merge(tree, _nest_value(key, value), {tuple(key.split(".")): Origin(f"argument {key}={value}")})
     resolve(tree)
     return tree
 
@@ -70,7 +70,7 @@ class _Composer:
     root: Path
     chosen: dict[str, Any] = field(default_factory=dict)  # by group, with its package: what overrides choose
 
-    def composed(self, primary: Path) -> Tree:
+    def compose_primary(self, primary: Path) -> Tree:
         """Compose the primary file; overrides in it and in what it includes are found first, as in Hydra."""
         self._find_overrides(primary, "", 0)
         tree = Tree()
@@ -78,30 +78,30 @@ class _Composer:
         return tree
 
     def _find_overrides(self, file: Path, package: str, depth: int) -> None:
-        package = self._declared(read_text(file), package)
-        for group, name, is_override in self._defaults(file):
+        package = self._parse_package(read_text(file), package)
+        for group, name, is_override in self._list_defaults(file):
             if is_override:
                 self.chosen.setdefault(self._key(group, file, package), name)
-        for group, name, is_override in self._defaults(file):
+        for group, name, is_override in self._list_defaults(file):
             option = self.chosen.get(self._key(group, file, package), name) if group else name
             for choice in option if isinstance(option, list) else [option]:
                 included = self._file(group, choice, file) if choice and not is_override and depth < _DEEPEST else None
                 if included is not None and choice != "_self_":
-                    self._find_overrides(included, self._package(group, package), depth + 1)
+                    self._find_overrides(included, self._join_package(group, package), depth + 1)
 
     def _key(self, group: str, file: Path, package: str) -> str:
         """Return a group by its folder from the root, and by its package if that is another: `data/sets@data.train`."""
         folder, at, _ = group.partition("@")
         beside = file.parent.relative_to(self.root) if file.is_relative_to(self.root) else Path()
         path = folder.strip("/") if folder.startswith("/") else (beside / folder).as_posix()
-        return f"{path}@{self._package(group, package)}" if at else path
+        return f"{path}@{self._join_package(group, package)}" if at else path
 
     @staticmethod
-    def _declared(text: str, package: str) -> str:
+    def _parse_package(text: str, package: str) -> str:
         match = _PACKAGE.search(text)
         return package if match is None else "" if match[1] == "_global_" else match[1]
 
-    def _defaults(self, file: Path) -> list[tuple[str, Any, bool]]:
+    def _list_defaults(self, file: Path) -> list[tuple[str, Any, bool]]:
         entries = parse_mapping(read_text(file), str(file)).values.get("defaults") or []
         result: list[tuple[str, Any, bool]] = []
         for entry in entries if isinstance(entries, list) else []:
@@ -126,15 +126,15 @@ class _Composer:
         text = read_text(file)
         own = parse_mapping(text, str(file))
         own.values.pop("defaults", None)
-        package = self._declared(text, package)
-        defaults = [item for item in self._defaults(file) if not item[2]]
+        package = self._parse_package(text, package)
+        defaults = [item for item in self._list_defaults(file) if not item[2]]
         if ("", "_self_", False) not in defaults:
             defaults.append(("", "_self_", False))
         for group, name, _ in defaults:
             option = self.chosen.get(self._key(group, file, package), name) if group else name
             if option == "_self_":
                 prefix: KeyPath = tuple(package.split(".")) if package else ()
-                _merge(tree, _nested(package, own.values), {prefix + key: at for key, at in own.origins.items()})
+                _merge(tree, _nest_value(package, own.values), {prefix + key: at for key, at in own.origins.items()})
                 continue
             for choice in option if isinstance(option, list) else [option]:
                 if choice in (None, "null"):
@@ -142,10 +142,10 @@ class _Composer:
                 included = self._file(group, choice, file)
                 if included is None:
                     raise RequestError(f"{file}: defaults: there is no {group or '.'}/{choice}.yaml in {self.root}")
-                self._add(tree, included, self._package(group, package), depth + 1)
+                self._add(tree, included, self._join_package(group, package), depth + 1)
 
     @staticmethod
-    def _package(group: str, package: str) -> str:
+    def _join_package(group: str, package: str) -> str:
         folder, at, own = group.partition("@")
         if at:
             absolute = folder.startswith("/") or own.startswith("_global_")
@@ -155,7 +155,7 @@ class _Composer:
         return ".".join(filter(None, ("" if folder.startswith("/") else package, name)))
 
 
-def _nested(key: str, value: Any) -> dict[str, Any]:
+def _nest_value(key: str, value: Any) -> dict[str, Any]:
     for part in reversed(key.split(".") if key else []):
         value = {part: value}
     return value

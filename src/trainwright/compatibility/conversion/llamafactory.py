@@ -17,7 +17,7 @@ def alpha(conversion: Conversion, setting: Setting, rule: Rule, rank: str) -> No
 def modules_to_save(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Take names with commas."""
     if setting.is_on:
-        conversion.take(setting, "model.adapter.modules_to_save", _names(setting.value))
+        conversion.take(setting, "model.adapter.modules_to_save", _parse_names(setting.value))
 
 
 def frozen_layers(conversion: Conversion, setting: Setting, rule: Rule, modules: str, extra: str) -> None:
@@ -27,14 +27,14 @@ def frozen_layers(conversion: Conversion, setting: Setting, rule: Rule, modules:
         conversion.need(setting, f"trains the last {count} blocks: pass --layers N, the number of the model's blocks")
         return
     numbers = range(max(0, layers - count), layers) if count > 0 and layers is not None else range(-count)
-    parts = _names(conversion.value(modules))
+    parts = _parse_names(conversion.value(modules))
     inside = "" if "all" in parts else f"({'|'.join(map(re.escape, parts))})"
     patterns = [rf".*\.({'|'.join(map(str, numbers))})\.{inside}.*"]
-    patterns += [f".*{re.escape(name)}.*" for name in _names(conversion.value(extra))]
+    patterns += [f".*{re.escape(name)}.*" for name in _parse_names(conversion.value(extra))]
     conversion.take(setting, "model.trainable", patterns, computed=f"blocks {numbers[0]} to {numbers[-1]}")
 
 
-def _names(value: object) -> list[str]:
+def _parse_names(value: object) -> list[str]:
     names = value if isinstance(value, list) else str(value or "").split(",")
     return [str(name).strip() for name in names if str(name).strip()]
 
@@ -97,7 +97,7 @@ def added_tokens(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         conversion.drop(setting, "asks for nothing")
         return
     kind = "special" if "special" in setting.pattern else "ordinary"
-    conversion.take(setting, f"model.added_tokens.{kind}", _names(setting.value), _ROWS)
+    conversion.take(setting, f"model.added_tokens.{kind}", _parse_names(setting.value), _ROWS)
     if conversion.value("finetuning_type") == "lora" and not conversion.is_on("additional_target"):
         conversion.take(setting, "model.adapter.modules_to_save", ["embed_tokens", "lm_head"], computed="the new rows")
 

@@ -28,7 +28,7 @@ _LOOKING = re.compile(r"len|print|type|(?:\w+\.)?from_list|(?:logger|logging|log
 Value = Callable[[ast.AST], Any]
 
 
-def with_imported_functions(module: ast.Module, path: Path, parse: Callable[[Path], ast.Module]) -> ast.Module:
+def add_imported_functions(module: ast.Module, path: Path, parse: Callable[[Path], ast.Module]) -> ast.Module:
     """Add the functions to a script that it imports from a file beside it, or above, and that load settings or rows."""
     for node in list(ast.walk(module)):
         if not isinstance(node, ast.ImportFrom) or node.module is None:
@@ -40,16 +40,16 @@ def with_imported_functions(module: ast.Module, path: Path, parse: Callable[[Pat
         names = {alias.name for alias in node.names}
         with suppress(RequestError):  # what is not readable says nothing
             functions = [one for one in parse(file).body if isinstance(one, ast.FunctionDef) and one.name in names]
-            module.body += [function for function in functions if _loads(function)]
+            module.body += [function for function in functions if _is_loader(function)]
     return module
 
 
-def _loads(function: ast.FunctionDef) -> bool:
+def _is_loader(function: ast.FunctionDef) -> bool:
     calls = (ast.unparse(node.func) for node in ast.walk(function) if isinstance(node, ast.Call))
     return any(name in (*_OF_OPEN_FILES, *_OF_PATHS) for name in calls)
 
 
-def with_loaded_files(
+def replace_loaded_files(
     module: ast.Module, value: Value, follow: Callable[[ast.expr], ast.expr], find: Callable[[str], Path | None]
 ) -> ast.Module:
     """Replace in a script what loads settings and rows.
@@ -71,12 +71,12 @@ class _Replaced(ast.NodeTransformer):
         find: Callable[[str], Path | None],
     ) -> None:
         self._value, self._follow, self._find = value, follow, find
-        self._files = dict(_opened(module))  # by the id of the name of an open file
+        self._files = dict(_iterate_opened(module))  # by the id of the name of an open file
         self._functions = {node.name: node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)}
         self._rows = dict(self._unchanged(module))  # by name, the path of their file
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        if _is_from_list(node) and (path := self._path_of(node.args[0])) is not None:
+        if _is_from_list(node) and (path := self._look_up_path(node.args[0])) is not None:
             assert isinstance(node.func, ast.Attribute)
             return ast.copy_location(
                 ast.Call(ast.Attribute(node.func.value, "from_json", ast.Load()), [path], []), node
@@ -95,7 +95,7 @@ class _Replaced(ast.NodeTransformer):
 
     def _settings(self, node: ast.Call) -> ast.expr | None:
         """Return the mapping in the file that a call loads, or None if it loads none."""
-        path = _loaded(node, self._files)
+        path = _find_loaded_file(node, self._files)
         name = None if path is None else self._value(path)
         file = self._find(name) if type(name) is str else None
         if file is None and path is not None and ast.unparse(node.func) in _OF_SETTINGS:
@@ -109,8 +109,8 @@ class _Replaced(ast.NodeTransformer):
         except (RequestError, SyntaxError, RecursionError, MemoryError):  # rows, dates and the like
             return None
 
-    def _path_of(self, rows: ast.expr) -> ast.expr | None:
-        return self._rows.get(rows.id) if isinstance(rows, ast.Name) else self._loaded_rows(rows)
+    def _look_up_path(self, rows: ast.expr) -> ast.expr | None:
+        return self._rows.get(rows.id) if isinstance(rows, ast.Name) else self._find_rows_path(rows)
 
     def _unchanged(self, module: ast.Module) -> Iterator[tuple[str, ast.expr]]:
         """Yield the names of rows that are loaded once and not changed, with the path of their file."""
@@ -122,35 +122,35 @@ class _Replaced(ast.NodeTransformer):
         for node in ast.walk(module):
             match node:
                 case ast.Assign(targets=[ast.Name(id=name) as target], value=value):
-                    path = self._loaded_rows(value)
+                    path = self._find_rows_path(value)
                     others = [other for other in names[name] if other is not target]
                     if path is not None and all(_is_look(other, above) for other in others):
                         yield name, path
 
-    def _loaded_rows(self, node: ast.expr) -> ast.expr | None:
+    def _find_rows_path(self, node: ast.expr) -> ast.expr | None:
         """Return the path of the file whose rows an expression is, each as it is in the file."""
         match node:
             case ast.Call(func=ast.Name(id=name), args=[path], keywords=[]) if name in self._functions:
-                return path if _returns_rows(self._functions[name], self._files) else None
+                return path if _is_row_loader(self._functions[name], self._files) else None
             case ast.Call():
-                return _loaded(node, self._files)
+                return _find_loaded_file(node, self._files)
             case ast.ListComp(elt=ast.Call() as call, generators=[ast.comprehension(iter=lines, ifs=conditions)]):
                 is_each = _is_line_of_json(call) and all(_is_line(condition) for condition in conditions)
-                return _path_of_lines(lines, self._files) if is_each else None
+                return _find_lines_path(lines, self._files) if is_each else None
         return None
 
 
-def _opened(module: ast.Module) -> Iterator[tuple[int, ast.expr]]:
+def _iterate_opened(module: ast.Module) -> Iterator[tuple[int, ast.expr]]:
     """Yield the ids of the uses of open files, ``f`` in ``with open(path) as f``, with their paths."""
     for node in ast.walk(module):
         for item in node.items if isinstance(node, ast.With) else ():
-            path = _path_opened(item.context_expr)
+            path = _find_opened_path(item.context_expr)
             if path is not None and isinstance(item.optional_vars, ast.Name):
                 inside = (name for name in ast.walk(node) if isinstance(name, ast.Name))
                 yield from ((id(name), path) for name in inside if name.id == item.optional_vars.id)
 
 
-def _path_opened(node: ast.expr) -> ast.expr | None:
+def _find_opened_path(node: ast.expr) -> ast.expr | None:
     match node:
         case ast.Call(func=ast.Name(id="open"), args=[path, *_]):
             return path
@@ -159,20 +159,20 @@ def _path_opened(node: ast.expr) -> ast.expr | None:
     return None
 
 
-def _loaded(call: ast.Call, files: dict[int, ast.expr]) -> ast.expr | None:
+def _find_loaded_file(call: ast.Call, files: dict[int, ast.expr]) -> ast.expr | None:
     """Return the path of the file that a call loads as YAML or JSON."""
     name = ast.unparse(call.func)
     if not call.args or name not in (*_OF_OPEN_FILES, *_OF_PATHS):
         return None
     file = call.args[0]
-    return file if name in _OF_PATHS else files.get(id(file), _path_opened(file))
+    return file if name in _OF_PATHS else files.get(id(file), _find_opened_path(file))
 
 
-def _path_of_lines(lines: ast.expr, files: dict[int, ast.expr]) -> ast.expr | None:
+def _find_lines_path(lines: ast.expr, files: dict[int, ast.expr]) -> ast.expr | None:
     match lines:
         case ast.Call(func=ast.Attribute(value=file, attr="readlines" | "splitlines")):
-            return files.get(id(file), _path_opened(file))
-    return files.get(id(lines), _path_opened(lines))
+            return files.get(id(file), _find_opened_path(file))
+    return files.get(id(lines), _find_opened_path(lines))
 
 
 def _is_line(node: ast.expr) -> bool:
@@ -186,7 +186,7 @@ def _is_line_of_json(call: ast.Call) -> bool:
     return ast.unparse(call.func) == "json.loads" and len(call.args) == 1 and _is_line(call.args[0])
 
 
-def _returns_rows(function: ast.FunctionDef, files: dict[int, ast.expr]) -> bool:
+def _is_row_loader(function: ast.FunctionDef, files: dict[int, ast.expr]) -> bool:
     """Return whether a function of a path does nothing but load the rows of its file."""
     calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
     loads = [call for call in calls if ast.unparse(call.func) in ("json.load", "json.loads")]

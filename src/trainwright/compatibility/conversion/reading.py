@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainwright.compatibility.conversion.hydra import compose, configuration_root, resolve
-from trainwright.compatibility.conversion.scripts import put, text_of, tree_of
-from trainwright.compatibility.conversion.shell import LAUNCHER, commands
+from trainwright.compatibility.conversion.hydra import compose_configuration, find_configuration_root, resolve
+from trainwright.compatibility.conversion.scripts import build_tree, put, read_source_text
+from trainwright.compatibility.conversion.shell import LAUNCHER, list_commands
 from trainwright.errors import RequestError
 from trainwright.recipe.yaml_text import Origin, Tree, parse_mapping, parse_value
 
@@ -27,37 +27,37 @@ def read(path: Path, overrides: Sequence[str] = ()) -> list[Tree]:
     Raises:
         RequestError: the file is not readable, or has no keys.
     """
-    text = text_of(path)
-    if (root := configuration_root(path)) is not None:
-        return [compose(path, root, overrides)]
+    text = read_source_text(path)
+    if (root := find_configuration_root(path)) is not None:
+        return [compose_configuration(path, root, overrides)]
     if path.suffix == ".json":
         trees = [parse_mapping(text, str(path))]
     elif path.suffix in (".ipynb", ".py"):
-        written = dict(_assignment(override) for override in overrides)
-        tree, documented = tree_of(text, path, written)
-        trees = [tree] if documented is None else commands(documented, path)
+        written = dict(_parse_assignment(override) for override in overrides)
+        tree, documented = build_tree(text, path, written)
+        trees = [tree] if documented is None else list_commands(documented, path)
         overrides = [override for override in overrides if override.partition("=")[0] in written]
     elif path.suffix in (".yaml", ".yml"):
         trees = [parse_mapping(text, str(path))]
     elif path.suffix == ".md":
-        trees = _blocks(text, path, overrides)
+        trees = _read_blocks(text, path, overrides)
     else:
-        trees = commands(text, path, overrides)
+        trees = list_commands(text, path, overrides)
     for tree in trees:
         tree.file = path
         launcher = tree.values.get(LAUNCHER)
         if not (isinstance(launcher, dict) and launcher.get("composed")):
-            _override(tree, overrides)
+            _set_overrides(tree, overrides)
         resolve(tree)
     return trees
 
 
-def _override(tree: Tree, overrides: Sequence[str]) -> None:
+def _set_overrides(tree: Tree, overrides: Sequence[str]) -> None:
     for override in overrides:
-        put(tree, *_assignment(override), Origin(f"argument {override!r}"))
+        put(tree, *_parse_assignment(override), Origin(f"argument {override!r}"))
 
 
-def _assignment(override: str) -> tuple[str, Any]:
+def _parse_assignment(override: str) -> tuple[str, Any]:
     """Return the key and the value of KEY=VALUE."""
     key, equals, written = override.partition("=")
     if not equals:
@@ -65,18 +65,18 @@ def _assignment(override: str) -> tuple[str, Any]:
     return key, parse_value(written, f"argument {override!r}", ())[0]
 
 
-def _blocks(text: str, path: Path, overrides: Sequence[str]) -> list[Tree]:
+def _read_blocks(text: str, path: Path, overrides: Sequence[str]) -> list[Tree]:
     """Return the configurations, commands and scripts in the code blocks of a Markdown file, such as a model's card."""
     trees: list[Tree] = []
     problems: list[RequestError] = []
-    for language, block in _fenced(text):
+    for language, block in _iterate_fenced_blocks(text):
         try:
             if language in ("yaml", "yml", "json"):
                 trees.append(parse_mapping(block, str(path)))
             elif language in ("python", "py"):
-                trees.append(tree_of(block, path, {})[0])
+                trees.append(build_tree(block, path, {})[0])
             elif language in ("bash", "sh", "shell", "console", ""):
-                trees += commands(block, path, overrides)
+                trees += list_commands(block, path, overrides)
         except RequestError as error:  # a block of something else
             problems += [error] if language in ("yaml", "yml", "json") else []
     if not trees:
@@ -85,7 +85,7 @@ def _blocks(text: str, path: Path, overrides: Sequence[str]) -> list[Tree]:
     return trees
 
 
-def _fenced(text: str) -> Iterator[tuple[str, str]]:
+def _iterate_fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
     """Yield the language and the text of each code block, which begins with the empty lines that keep its numbers."""
     fence, language, block = "", "", [""]
     for number, line in enumerate(text.splitlines()):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainwright.compatibility.conversion.loaded import ABSENT, with_imported_functions, with_loaded_files
+from trainwright.compatibility.conversion.loaded import ABSENT, add_imported_functions, replace_loaded_files
 from trainwright.errors import RequestError
 from trainwright.recipe.files import parse_json, read_text
 from trainwright.recipe.yaml_text import Origin, Tree
@@ -23,7 +23,7 @@ _LARGEST_OTHER = 2**20
 _DEEPEST_NESTING, _LONGEST_CHAIN, _LARGEST_NUMBER, _LONGEST_TEXT = 150, 16, 1e15, 10_000
 
 
-def text_of(path: Path) -> str:
+def read_source_text(path: Path) -> str:
     """Return the text of a file of another tool; raise RequestError if it is not readable, or too large."""
     return read_text(path, _LARGEST.get(path.suffix, _LARGEST_OTHER))
 
@@ -43,7 +43,7 @@ def put(tree: Tree, key: str, value: Any, origin: Origin) -> None:
     tree.origins[(*above, last)] = origin
 
 
-def near(name: str, beside: Path) -> Path | None:
+def find_file_near(name: str, beside: Path) -> Path | None:
     """Return the file ``name`` in the working directory, beside a file or in a directory above that, or None."""
     path = Path(name)
     folders = [Path(), *beside.absolute().parents] if not path.is_absolute() else [Path()]
@@ -81,7 +81,7 @@ _CHANGES = ("update", "setdefault", "pop", "append", "extend", "insert", "remove
 _OF_ADAPTERS = ("LoraConfig", "BitsAndBytesConfig", "GenerationConfig", "AutoConfig")
 
 
-def _cells(text: str, path: Path) -> str:
+def _join_cells(text: str, path: Path) -> str:
     notebook = parse_json(text, str(path))
     cells = notebook.get("cells", []) if isinstance(notebook, dict) else []
     code = [cell for cell in cells if isinstance(cell, dict) and cell.get("cell_type") == "code"]
@@ -89,11 +89,11 @@ def _cells(text: str, path: Path) -> str:
     lines: list[str] = []
     for source in sources:
         if not re.match(r"\s*%%(?!capture|time|prun)", source):  # not of another language, as %%bash
-            lines += _without_commands(source.splitlines())
+            lines += _replace_commands(source.splitlines())
     return "\n".join(lines)
 
 
-def _without_commands(lines: Sequence[str]) -> Iterator[str]:
+def _replace_commands(lines: Sequence[str]) -> Iterator[str]:
     """Yield the lines of a cell, with ``pass`` for commands of the notebook, which may be all of a block."""
     goes_on = False
     for line in lines:
@@ -103,14 +103,14 @@ def _without_commands(lines: Sequence[str]) -> Iterator[str]:
         goes_on = (goes_on or is_command) and line.rstrip().endswith("\\")
 
 
-def tree_of(text: str, path: Path, options: dict[str, Any]) -> tuple[Tree, str | None]:
+def build_tree(text: str, path: Path, options: dict[str, Any]) -> tuple[Tree, str | None]:
     """Return the arguments of the calls of a script that configure a training, or the script's docstring if it has
     none and may have the command in its docstring.
 
     Args:
         options: values of the options of its command, by their names; those that it has are removed.
     """
-    module = _parsed(text, path, options)
+    module = _parse_statements(text, path, options)
     tree = Tree(file=path)
     constants = _Constants(module)
     models = _Models(module, constants)
@@ -120,15 +120,18 @@ def tree_of(text: str, path: Path, options: dict[str, Any]) -> tuple[Tree, str |
         if isinstance(node, ast.Assign)
         for inner in ast.walk(node.value)
     }
-    for node, branch in _dead_branches(module):
-        calls = sorted({name for part in branch for one in ast.walk(part) if (name := _known_call(one))})
-        if calls and not _rows_loaded(branch) and not isinstance(node.test, ast.Constant):
-            why = f"{shown(ast.unparse(node.test))} is {bool(branch is node.orelse)} by default: no {', '.join(calls)}"
+    for node, branch in _list_dead_branches(module):
+        calls = sorted({name for part in branch for one in ast.walk(part) if (name := _find_known_name(one))})
+        if calls and not _list_loaded_rows(branch) and not isinstance(node.test, ast.Constant):
+            why = (
+                f"{format_value(ast.unparse(node.test))} is {bool(branch is node.orelse)} by default: no "
+                f"{', '.join(calls)}"
+            )
             put(tree, f"skipped_calls.line_{branch[0].lineno}", why, Origin(str(path), branch[0].lineno))
-    for name, call in calls_of(module):
+    for name, call in list_calls(module):
         top = _OF_TRAINERS.fullmatch(name) is not None
         arguments: dict[str, Any] = {}
-        named = [ast.keyword(place, value) for place, value in zip(_places_of(name), call.args, strict=False)]
+        named = [ast.keyword(place, value) for place, value in zip(_look_up_places(name), call.args, strict=False)]
         words = [*call.keywords, *named]
         for word in words:
             value = constants.value(word.value)
@@ -140,12 +143,12 @@ def tree_of(text: str, path: Path, options: dict[str, Any]) -> tuple[Tree, str |
                 unknown = value if is_absent(value) else f"{name}(**{ast.unparse(word.value)})"
                 put(tree, "computed_arguments", unknown, Origin(str(path), call.lineno))
             if word.arg in ("eval_dataset", "data_collator"):
-                arguments[word.arg] = Code(ast.unparse(constants.expression(word.value)))
+                arguments[word.arg] = Code(ast.unparse(constants.find_expression(word.value)))
         arguments |= {f"argument_{at}": constants.value(call.args[at]) for at in range(len(named), len(call.args))}
         if name in _WITH_REFERENCE and "ref_model" in arguments:
             arguments["ref_model"] = models.reference(call)
-        elif name in _MODELS and models.whose(call) is not None:
-            name = f"{models.whose(call)}_model"
+        elif name in _MODELS and models.find_owner(call) is not None:
+            name = f"{models.find_owner(call)}_model"
         elif name in _MODELS and len(models.trained) > 1:
             several = Code(" or ".join(sorted(map(repr, models.trained))))
             arguments |= {key: several for key in ("argument_0", *_NAMES_OF_MODELS) if key in arguments}
@@ -158,10 +161,10 @@ def tree_of(text: str, path: Path, options: dict[str, Any]) -> tuple[Tree, str |
         lines = {word.arg: word.value.lineno for word in words}
         for key, value in arguments.items():
             put(tree, key if top else f"{name}.{key}", value, Origin(str(path), lines.get(key, call.lineno)))
-    for key, part in _other_kinds(module):
+    for key, part in _iterate_other_kinds(module):
         put(tree, key, True, Origin(str(path), getattr(part, "lineno", 1)))
-    put(tree, "trainer_arguments", _whose_arguments(module), Origin(str(path), 1))
-    trainers = (_OF_PAIRS.fullmatch(name) for name, _ in calls_of(module))
+    put(tree, "trainer_arguments", _find_argument_owner(module), Origin(str(path), 1))
+    trainers = (_OF_PAIRS.fullmatch(name) for name, _ in list_calls(module))
     if (trainer := next(filter(None, trainers), None)) is not None:
         put(tree, "launcher.program", trainer[1].lower(), Origin(str(path), 1))
     docstring = ast.get_docstring(module, clean=False)
@@ -176,7 +179,7 @@ def _is_validation(arguments: dict[str, Any], name: str) -> bool:
     return re.search(r"eval|valid|test|dev|(?:^|_)val(?:_|$)", hint) is not None and "train" not in hint
 
 
-def _other_kinds(module: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+def _iterate_other_kinds(module: ast.Module) -> Iterator[tuple[str, ast.AST]]:
     """Yield a key for what a script does that is no training on texts, and where."""
     calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
     names = [ast.unparse(call.func) for call in calls]
@@ -191,7 +194,7 @@ def _other_kinds(module: ast.Module) -> Iterator[tuple[str, ast.AST]]:
             return
 
 
-def _whose_arguments(module: ast.Module) -> str:
+def _find_argument_owner(module: ast.Module) -> str:
     """Return whose defaults the arguments of the trainer have: those of transformers, of TRL, or of Unsloth's TRL."""
     calls = [ast.unparse(node.func) for node in ast.walk(module) if isinstance(node, ast.Call)]
     configures = any(re.search(r"\b(?:SFT|DPO|KTO|ORPO|CPO)Config$", name) for name in calls)
@@ -201,29 +204,33 @@ def _whose_arguments(module: ast.Module) -> str:
     return "unsloth" if any("unsloth" in ast.unparse(node) for node in imports) else "trl"
 
 
-def script_of(path: Path) -> ast.Module:
+def parse_script(path: Path) -> ast.Module:
     """Return the statements of a script or of a notebook's cells.
 
     Raises:
         RequestError: the file is not readable or not Python.
     """
-    return _parsed(text_of(path), path, {})
+    return _parse_statements(read_source_text(path), path, {})
 
 
-def _parsed(text: str, path: Path, options: dict[str, Any]) -> ast.Module:
+def _parse_statements(text: str, path: Path, options: dict[str, Any]) -> ast.Module:
     """Return the statements of a script, with ``options`` as the defaults of its command and with what it loads."""
-    module = with_imported_functions(_syntax(text, path), path, lambda file: _syntax(text_of(file), file))
+    module = add_imported_functions(
+        _parse_syntax(text, path), path, lambda file: _parse_syntax(read_source_text(file), file)
+    )
     for node in ast.walk(module):
-        if isinstance(node, ast.Call) and (name := _option(node)) is not None and name in options:
+        if isinstance(node, ast.Call) and (name := _find_option(node)) is not None and name in options:
             node.keywords = [word for word in node.keywords if word.arg not in ("default", "action")]
             node.keywords.append(ast.keyword("default", ast.parse(repr(options.pop(name)), mode="eval").body))
     constants = _Constants(module)
-    return with_loaded_files(module, constants.value, constants.expression, lambda name: near(name, path))
+    return replace_loaded_files(
+        module, constants.value, constants.find_expression, lambda name: find_file_near(name, path)
+    )
 
 
-def _syntax(text: str, path: Path) -> ast.Module:
+def _parse_syntax(text: str, path: Path) -> ast.Module:
     if path.suffix == ".ipynb":
-        text = _cells(text, path)
+        text = _join_cells(text, path)
     try:
         module = ast.parse("\n".join("" if line.startswith(("!", "%")) else line for line in text.splitlines()))
     except (SyntaxError, ValueError) as error:
@@ -238,7 +245,7 @@ def _syntax(text: str, path: Path) -> ast.Module:
     return module
 
 
-def _option(node: ast.AST) -> str | None:
+def _find_option(node: ast.AST) -> str | None:
     """Return the name of the option that ``add_argument`` gives a command."""
     match node:
         case ast.Call(func=ast.Attribute(attr="add_argument"), args=[*_, ast.Constant(value=str() as flag)]):
@@ -251,31 +258,31 @@ def _option(node: ast.AST) -> str | None:
     return None
 
 
-def calls_of(module: ast.Module) -> list[tuple[str, ast.Call]]:
+def list_calls(module: ast.Module) -> list[tuple[str, ast.Call]]:
     """Return the calls that say how to train and on what, with their names, in the order in which they end.
 
     What comes after the training, as loading what was saved, says nothing about it, nor does a branch that is not run.
     """
-    return [(name, call) for call in _run_calls(module) if (name := _called(call))]
+    return [(name, call) for call in _run_calls(module) if (name := _find_call_name(call))]
 
 
 def _run_calls(module: ast.Module) -> list[ast.Call]:
     """Return the calls up to that of the training, in the order in which they end."""
-    off = {id(statement) for _, branch in _dead_branches(module) for statement in branch}
-    calls = [node for node in _nodes_without(module, off) if isinstance(node, ast.Call)]
+    off = {id(statement) for _, branch in _list_dead_branches(module) for statement in branch}
+    calls = [node for node in _iterate_nodes_without(module, off) if isinstance(node, ast.Call)]
     calls.sort(key=lambda call: (call.end_lineno or 0, call.end_col_offset or 0))
     trains = [at for at, call in enumerate(calls) if re.fullmatch(r"\w*trainer\w*\.train", ast.unparse(call.func))]
     return calls[: trains[0] if trains else None]
 
 
-def _nodes_without(node: ast.AST, off: set[int]) -> Iterator[ast.AST]:
+def _iterate_nodes_without(node: ast.AST, off: set[int]) -> Iterator[ast.AST]:
     yield node
     for inner in ast.iter_child_nodes(node):
         if id(inner) not in off:
-            yield from _nodes_without(inner, off)
+            yield from _iterate_nodes_without(inner, off)
 
 
-def _dead_branches(module: ast.Module) -> list[tuple[ast.If, list[ast.stmt]]]:
+def _list_dead_branches(module: ast.Module) -> list[tuple[ast.If, list[ast.stmt]]]:
     """Return the branches that are not run with the values that the script sets, each with its ``if``.
 
     One that loads the same rows in another way as the branch before it counts as not run, too.
@@ -287,17 +294,17 @@ def _dead_branches(module: ast.Module) -> list[tuple[ast.If, list[ast.stmt]]]:
             value = constants.value(node.test)
             if not isinstance(value, Code):
                 dead.append((node, node.orelse if value else node.body))
-            elif _rows_loaded(node.body) and _rows_loaded(node.body) == _rows_loaded(node.orelse):
+            elif _list_loaded_rows(node.body) and _list_loaded_rows(node.body) == _list_loaded_rows(node.orelse):
                 dead.append((node, node.orelse))
     return dead
 
 
-def _rows_loaded(statements: Sequence[ast.stmt]) -> list[tuple[str, str]]:
+def _list_loaded_rows(statements: Sequence[ast.stmt]) -> list[tuple[str, str]]:
     """Return the names that statements give to rows they load, each with what they load; none if they do more."""
     loaded: list[tuple[str, str]] = []
     for statement in statements:
         match statement:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if _called(call) in _LOADS:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if _find_call_name(call) in _LOADS:
                 words = {word.arg: word.value for word in call.keywords}
                 source = words.get("data_files", words.get("path", call.args[0] if call.args else call))
                 loaded.append((name, ast.unparse(source)))
@@ -308,11 +315,11 @@ def _rows_loaded(statements: Sequence[ast.stmt]) -> list[tuple[str, str]]:
     return loaded
 
 
-def _known_call(node: ast.AST) -> str | None:
-    return _called(node) if isinstance(node, ast.Call) else None
+def _find_known_name(node: ast.AST) -> str | None:
+    return _find_call_name(node) if isinstance(node, ast.Call) else None
 
 
-def _called(call: ast.Call) -> str | None:
+def _find_call_name(call: ast.Call) -> str | None:
     function = call.func
     if isinstance(function, ast.Name):
         name, owner = function.id, ""
@@ -346,18 +353,18 @@ class _Constants:
         in_classes = {
             id(statement) for node in ast.walk(module) if isinstance(node, ast.ClassDef) for statement in node.body
         }
-        self._returned = dict(_returned(module))
-        parameters = dict(_parameters(module))
+        self._returned = dict(_iterate_returned(module))
+        parameters = dict(_iterate_parameters(module))
         calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
-        called = {_last_name(call.func) for call in calls}
+        called = {_find_last_name(call.func) for call in calls}
         for node in ast.walk(module):
             is_called = isinstance(node, ast.FunctionDef) and node.name in called
-            for name, value in _bindings(node):
+            for name, value in _iterate_bindings(node):
                 if value is None and is_called and name != "self":
                     continue  # what its calls pass
                 self._nodes.setdefault(f".{name}" if id(node) in in_classes else name, []).append(value)
         for call in calls:
-            for name, value in _passed(call, parameters.get(_last_name(call.func), [])):
+            for name, value in _iterate_passed(call, parameters.get(_find_last_name(call.func), [])):
                 if not (isinstance(value, ast.Name) and value.id == name):
                     self._nodes.setdefault(name, []).append(value)
 
@@ -367,26 +374,26 @@ class _Constants:
             case ast.Constant(value=value):
                 return value
             case ast.Name(id=name):
-                return self._of_name(name, node)
-            case ast.Attribute(value=inner, attr=name) if isinstance(values := self._mapping(inner), dict):
+                return self._evaluate_name(name, node)
+            case ast.Attribute(value=inner, attr=name) if isinstance(values := self._build_mapping(inner), dict):
                 return values.get(name, Code(ast.unparse(node)))
-            case ast.Attribute(value=inner) if is_absent(values := self._mapping(inner)):
+            case ast.Attribute(value=inner) if is_absent(values := self._build_mapping(inner)):
                 return values
             case ast.Attribute(value=ast.Name(), attr=name):
-                return self._of_name(f".{name}", node)
+                return self._evaluate_name(f".{name}", node)
             case ast.List(elts=items) | ast.Tuple(elts=items):
                 return [self.value(item) for item in items]
             case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
                 return {key.value: self.value(value) for key, value in zip(keys, values, strict=True)}  # type: ignore[union-attr]
             case ast.Subscript(value=inner, slice=ast.Constant(value=key)):
-                return self._of_mapping(inner, key, node)
+                return self._look_up_in_mapping(inner, key, node)
             case ast.JoinedStr(values=parts):
                 texts = [self.value(part.value if isinstance(part, ast.FormattedValue) else part) for part in parts]
                 return (
                     Code(ast.unparse(node)) if any(isinstance(one, Code) for one in texts) else "".join(map(str, texts))
                 )
             case ast.Call(func=ast.Name(id="str" | "int" | "float" | "Path" as kind), args=[inner], keywords=[]):
-                return self._converted(kind, inner, node)
+                return self._convert_value(kind, inner, node)
             case ast.Call(func=ast.Attribute(value=inner, attr="get"), args=[ast.Constant(value=key), *default]) if (
                 ast.unparse(inner) != "os.environ"
             ):
@@ -401,7 +408,7 @@ class _Constants:
                 defaults = [word.value for word in words if word.arg == "default"]
                 return self.value(defaults[0]) if defaults else Code(ast.unparse(node))
             case ast.Call(func=ast.Name(id="range"), args=[*bounds], keywords=[]):
-                return Code(f"range({', '.join(str(self._smallest(bound)) for bound in bounds)})")
+                return Code(f"range({', '.join(str(self._evaluate_bound(bound)) for bound in bounds)})")
             case ast.Call(func=ast.Name(id=name)) if name in self._returned:
                 return self.value(self._returned[name])
             case ast.IfExp(test=test, body=body, orelse=other):
@@ -415,7 +422,7 @@ class _Constants:
                 return self._computed(self.value(left), operator, self.value(right), node)
         return Code(ast.unparse(node))
 
-    def expression(self, node: ast.expr) -> ast.expr:
+    def find_expression(self, node: ast.expr) -> ast.expr:
         """Return the expression that a name is set to, if it is set once."""
         for _ in range(_LONGEST_CHAIN):
             nodes = self._nodes.get(node.id, []) if isinstance(node, ast.Name) else []
@@ -424,7 +431,7 @@ class _Constants:
             node = nodes[0]
         return node
 
-    def _smallest(self, bound: ast.expr) -> Any:
+    def _evaluate_bound(self, bound: ast.expr) -> Any:
         """Return a bound; of ``min(n, len(rows))`` n, as there is no row after the last."""
         if isinstance(bound, ast.Call) and ast.unparse(bound.func) == "min":
             numbers = [value for value in map(self.value, bound.args) if isinstance(value, int)]
@@ -432,7 +439,7 @@ class _Constants:
                 return numbers[0]
         return self.value(bound)
 
-    def _of_name(self, name: str, node: ast.AST) -> Any:
+    def _evaluate_name(self, name: str, node: ast.AST) -> Any:
         nodes = self._nodes.get(name, [None])
         if None in nodes or name in self._following or len(self._following) >= _LONGEST_CHAIN:
             return Code(ast.unparse(node))
@@ -448,17 +455,17 @@ class _Constants:
         is_known = is_one and (not isinstance(values[0], Code) or "supported" in values[0] or is_absent(values[0]))
         return values[0] if is_known else Code(ast.unparse(node))
 
-    def _mapping(self, node: ast.expr) -> Any:
+    def _build_mapping(self, node: ast.expr) -> Any:
         """Return the value of settings whose keys are read as attributes, as those of OmegaConf."""
         return self.value(node) if isinstance(node, ast.Name | ast.Attribute) else None
 
-    def _of_mapping(self, mapping: ast.expr, key: Any, node: ast.AST) -> Any:
+    def _look_up_in_mapping(self, mapping: ast.expr, key: Any, node: ast.AST) -> Any:
         values = self.value(mapping)
         if is_absent(values):
             return values
         return values[key] if isinstance(values, dict) and key in values else Code(ast.unparse(node))
 
-    def _converted(self, kind: str, inner: ast.expr, node: ast.AST) -> Any:
+    def _convert_value(self, kind: str, inner: ast.expr, node: ast.AST) -> Any:
         value = self.value(inner)
         if is_absent(value):
             return value
@@ -489,7 +496,7 @@ class _Constants:
         return Code(ast.unparse(node))
 
 
-def _places_of(trainer: str) -> tuple[str, ...]:
+def _look_up_places(trainer: str) -> tuple[str, ...]:
     """Return the names of a trainer's first arguments, which a script may pass without them; none of other calls."""
     if trainer in _WITH_REFERENCE:
         return ("model", "ref_model", *_PLACES[1:])
@@ -505,37 +512,41 @@ class _Models:
 
     def __init__(self, module: ast.Module, constants: _Constants) -> None:
         self._constants = constants
-        calls = calls_of(module)
+        calls = list_calls(module)
         self._loads = {id(call): call for name, call in calls if name in _MODELS}
         trainers = [(name, call) for name, call in calls if name.endswith("Trainer")]
         results = {id(call) for _, call in trainers}  # what a model is after the training says nothing about it before
-        off = {id(statement) for _, branch in _dead_branches(module) for statement in branch}
+        off = {id(statement) for _, branch in _list_dead_branches(module) for statement in branch}
         self._set: dict[str, list[ast.expr]] = {}  # by name, of which expressions its values are made
-        for name, value in _made_of(module, off):
+        for name, value in _iterate_assignments(module, off):
             if name and id(value) not in results:
                 self._set.setdefault(name, []).append(value)
-        models = [node for _, call in trainers if (node := _argument(call, 0, "model"))]
+        models = [node for _, call in trainers if (node := _find_argument(call, 0, "model"))]
         compared = [
-            node for name, call in trainers if name in _WITH_REFERENCE and (node := _argument(call, 1, "ref_model"))
+            node
+            for name, call in trainers
+            if name in _WITH_REFERENCE and (node := _find_argument(call, 1, "ref_model"))
         ]
-        self._compared = self._reached(compared)
-        self._trained = self._reached(models) or self._loads.keys() - self._compared
+        self._compared = self._find_loads(compared)
+        self._trained = self._find_loads(models) or self._loads.keys() - self._compared
         self.trained = self._names(models, self._trained)
 
-    def whose(self, load: ast.Call) -> str | None:
+    def find_owner(self, load: ast.Call) -> str | None:
         """Return whose model a call loads, reference or other; None: the one that is trained."""
         at = id(load)
         return None if at in self._trained else "reference" if at in self._compared else "other"
 
     def reference(self, trainer: ast.Call) -> Any:
         """Return the model that a trainer compares with; None if there is none, or the one that is trained."""
-        node = _argument(trainer, 1, "ref_model")
-        if node is None or all(self._constants.value(one) is None for one in self._set.get(_last_name(node), [node])):
+        node = _find_argument(trainer, 1, "ref_model")
+        if node is None or all(
+            self._constants.value(one) is None for one in self._set.get(_find_last_name(node), [node])
+        ):
             return None
-        names = self._names([node], self._reached([node]))
+        names = self._names([node], self._find_loads([node]))
         return None if len(names) == 1 and names == self.trained else Code(" or ".join(sorted(names)) or "unknown")
 
-    def _reached(self, nodes: Sequence[ast.expr]) -> set[int]:
+    def _find_loads(self, nodes: Sequence[ast.expr]) -> set[int]:
         """Return the loads, by their ids, of which expressions are made."""
         left, seen, loads = list(nodes), set[str](), set[int]()
         walked: set[int] = set()
@@ -547,7 +558,7 @@ class _Models:
             for node in ast.walk(expression):
                 if id(node) in self._loads:
                     loads.add(id(node))
-                name = _last_name(node)
+                name = _find_last_name(node)
                 if name and name not in seen:
                     seen.add(name)
                     left += self._set.get(name, [])
@@ -556,32 +567,32 @@ class _Models:
     def _names(self, nodes: Sequence[ast.expr], loads: Iterable[int]) -> set[str]:
         """Return the names of models: those that are given as texts, and those that are loaded."""
         texts = [value for node in nodes if isinstance(value := self._constants.value(node), str)]
-        loaded = [_argument(self._loads[load], 0, *_NAMES_OF_MODELS) for load in loads]
+        loaded = [_find_argument(self._loads[load], 0, *_NAMES_OF_MODELS) for load in loads]
         names = [value for value in texts if not isinstance(value, Code)]
         return {*names, *(str(self._constants.value(node)) for node in loaded if node is not None)}
 
 
-def _made_of(module: ast.Module, off: set[int]) -> Iterator[tuple[str, ast.expr]]:
+def _iterate_assignments(module: ast.Module, off: set[int]) -> Iterator[tuple[str, ast.expr]]:
     """Yield names, also of attributes, functions and their arguments, each with an expression that gives it a value."""
-    parameters = dict(_parameters(module))
-    yield from _returned(module)
-    for node in _nodes_without(module, off):
+    parameters = dict(_iterate_parameters(module))
+    yield from _iterate_returned(module)
+    for node in _iterate_nodes_without(module, off):
         match node:
             case ast.Assign(targets=targets, value=value):
-                yield from ((_last_name(inner), value) for target in targets for inner in ast.walk(target))
+                yield from ((_find_last_name(inner), value) for target in targets for inner in ast.walk(target))
             case ast.AnnAssign(target=target, value=ast.expr() as value):
-                yield _last_name(target), value
+                yield _find_last_name(target), value
             case ast.Call():
-                passed = _passed(node, parameters.get(_last_name(node.func), []))
+                passed = _iterate_passed(node, parameters.get(_find_last_name(node.func), []))
                 yield from ((name.lstrip("."), value) for name, value in passed if value is not None)
 
 
-def _argument(call: ast.Call, at: int, *names: str) -> ast.expr | None:
+def _find_argument(call: ast.Call, at: int, *names: str) -> ast.expr | None:
     """Return what a call passes as an argument, by a name or by its place."""
     return next((word.value for word in call.keywords if word.arg in names), next(iter(call.args[at : at + 1]), None))
 
 
-def _parameters(module: ast.Module) -> Iterator[tuple[str, list[str]]]:
+def _iterate_parameters(module: ast.Module) -> Iterator[tuple[str, list[str]]]:
     """Yield functions and classes of a script with the names that their arguments get: fields are ``.attribute``s."""
     for node in ast.walk(module):
         if isinstance(node, ast.FunctionDef):
@@ -592,7 +603,7 @@ def _parameters(module: ast.Module) -> Iterator[tuple[str, list[str]]]:
             yield node.name, [f".{field.id}" for field in fields if isinstance(field, ast.Name)]
 
 
-def _returned(module: ast.Module) -> Iterator[tuple[str, ast.expr]]:
+def _iterate_returned(module: ast.Module) -> Iterator[tuple[str, ast.expr]]:
     """Yield the functions of a script that return one expression in any case, with that expression."""
     functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
     for function in functions:
@@ -601,7 +612,7 @@ def _returned(module: ast.Module) -> Iterator[tuple[str, ast.expr]]:
             yield function.name, results[0]
 
 
-def _passed(call: ast.Call, parameters: list[str]) -> Iterator[tuple[str, ast.expr | None]]:
+def _iterate_passed(call: ast.Call, parameters: list[str]) -> Iterator[tuple[str, ast.expr | None]]:
     """Yield what a call of the script's own functions and classes passes; with values that are unpacked, anything."""
     if not parameters:
         return
@@ -613,20 +624,20 @@ def _passed(call: ast.Call, parameters: list[str]) -> Iterator[tuple[str, ast.ex
     yield from ((name, words[name.lstrip(".")]) for name in parameters if name.lstrip(".") in words)
 
 
-def _last_name(node: ast.AST) -> str:
+def _find_last_name(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
 
 
-def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
+def _iterate_bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
     """Yield the names that a node sets, and ``.attribute``s, with their values; None if they are others."""
     match node:
         case ast.Assign(targets=targets, value=value):
             for target in targets:
-                yield from _bound(target, value)
+                yield from _iterate_bound(target, value)
         case ast.AnnAssign(target=target, value=ast.expr() as value):
-            yield from _bound(target, value)
+            yield from _iterate_bound(target, value)
         case ast.AugAssign(target=target) | ast.For(target=target) | ast.comprehension(target=target):
-            yield from _bound(target, None)
+            yield from _iterate_bound(target, None)
         case ast.FunctionDef(args=arguments):
             names = [*arguments.posonlyargs, *arguments.args]
             defaults: list[ast.expr | None] = [None] * (len(names) - len(arguments.defaults))
@@ -636,27 +647,27 @@ def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
             )
         case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=method)) if method in _CHANGES:
             yield name, None
-        case ast.Call() if (option := _option(node)) is not None:
+        case ast.Call() if (option := _find_option(node)) is not None:
             words = {word.arg: word.value for word in node.keywords}
             action = ast.unparse(words["action"]) if "action" in words else ""
             is_flag = action in ("'store_true'", "'store_false'")
             yield f".{option}", words.get("default", ast.Constant(action == "'store_false'") if is_flag else None)
 
 
-def _bound(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, ast.expr | None]]:
+def _iterate_bound(target: ast.expr, value: ast.expr | None) -> Iterator[tuple[str, ast.expr | None]]:
     match target:
         case ast.Name(id=name):
             yield name, value
         case ast.Attribute(attr=name):
             yield f".{name}", value
         case ast.Subscript(value=inner):
-            yield from _bound(inner, None)
+            yield from _iterate_bound(inner, None)
         case ast.Tuple(elts=items) | ast.List(elts=items):
             for item in items:
-                yield from _bound(item, None)
+                yield from _iterate_bound(item, None)
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value on one line, shortened."""
     text = str(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     text = " ".join(text.split())

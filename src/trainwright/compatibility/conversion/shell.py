@@ -15,8 +15,8 @@ from os.path import normpath
 from pathlib import Path
 from typing import Any
 
-from trainwright.compatibility.conversion.hydra import compose
-from trainwright.compatibility.conversion.scripts import Code, near, put
+from trainwright.compatibility.conversion.hydra import compose_configuration
+from trainwright.compatibility.conversion.scripts import Code, find_file_near, put
 from trainwright.errors import RequestError
 from trainwright.recipe.files import read_text
 from trainwright.recipe.yaml_text import Origin, Tree, parse_mapping, parse_value
@@ -53,7 +53,7 @@ _End = str | tuple[str, bool, bool]
 _NO_COMMANDS = {"echo", "printf", "cat"}  # what follows these is text
 
 
-def commands(text: str, path: Path, overrides: Sequence[str] = ()) -> list[Tree]:
+def list_commands(text: str, path: Path, overrides: Sequence[str] = ()) -> list[Tree]:
     """Return the options of each command of a shell script that starts a training.
 
     Args:
@@ -64,7 +64,7 @@ def commands(text: str, path: Path, overrides: Sequence[str] = ()) -> list[Tree]
         RequestError: there is no such command, or one that cannot be read.
     """
     script = _Script(text)
-    options = (_options(words, path, line, overrides, script.documents) for line, words in script.commands())
+    options = (_read_options(words, path, line, overrides, script.documents) for line, words in script.commands())
     trees = [tree for tree in options if tree is not None]
     if not trees:
         raise RequestError(f"{path}: has no command that starts a training of a known tool")
@@ -85,23 +85,23 @@ class _Script:
         self._variables: dict[str, str] = {}
         self._lines = text.splitlines()
         self._plain = [_COMMENT.sub("", line).rstrip() for line in self._lines]
-        self._ends = _ends_of(self._lines, self._plain)
+        self._ends = _find_ends(self._lines, self._plain)
         self._at = 0  # the line after the one that is read
 
     def commands(self) -> Iterator[tuple[int, list[str]]]:
         """Yield the line and the words of each command that may start a training."""
         while self._at < len(self._lines):
-            number, line = self._at + 1, self._joined()
+            number, line = self._at + 1, self._join_lines()
             if match := _ARRAY.match(line) or _TEXT.match(line):
                 self._assign_lines(match)
                 continue
-            line = _substituted(re.sub(r'"(\$\{\w+\[@\]\})"', r"\1", line), self._variables)
+            line = _substitute_variables(re.sub(r'"(\$\{\w+\[@\]\})"', r"\1", line), self._variables)
             if match := _ASSIGNMENT.match(line):
                 self._assign(match[1], match[2].strip("\"'"))
-            elif not self._writes_document(line) and (words := self._words(line)):
+            elif not self._keep_document(line) and (words := self._words(line)):
                 yield number, words
 
-    def _joined(self) -> str:
+    def _join_lines(self) -> str:
         """Return the next line, with those that it continues on."""
         parts = [self._lines[self._at]]
         while parts[-1].rstrip().endswith("\\") and self._at + 1 < len(self._lines):
@@ -125,7 +125,7 @@ class _Script:
                 return
             body = " ".join((body, *(part.strip().removesuffix("\\") for part in self._plain[self._at : last + 1])))
             self._at = last + 1
-        body = _substituted(body.removesuffix(end), self._variables)
+        body = _substitute_variables(body.removesuffix(end), self._variables)
         if match.re is _ARRAY:
             name = f"{name}[@]"
         self._assign(name, f"{self._variables.get(name, '')} {body}" if match[2] else body)
@@ -136,7 +136,7 @@ class _Script:
         position = bisect_left(places, self._at)
         return places[position] if position < len(places) else None
 
-    def _writes_document(self, line: str) -> bool:
+    def _keep_document(self, line: str) -> bool:
         """Keep the here-document that a line writes to a file; otherwise note which of those kept it changes."""
         here, file = _HERE.search(line), _WRITTEN.search(line)
         name = normpath(file[2].strip("\"'")) if file else ""
@@ -147,7 +147,7 @@ class _Script:
                 lines = [line if joined else line.lstrip("\t") for line, joined in zip(lines, joins, strict=False)]
             # Keeps the numbers of lines, up to those that are joined.
             body = "\n" * self._at + "\n".join(lines)
-            body = body if here[2] else _expanded(body, self._variables)
+            body = body if here[2] else _expand_document(body, self._variables)
             is_whole = ">>" not in file[1] and "-a" not in file[1] and name not in self._unread
             self.documents[name] = body if is_whole else None
             self._unread.add(name)
@@ -171,7 +171,7 @@ class _Script:
             return []
 
 
-def _ends_of(lines: Sequence[str], plain: Sequence[str]) -> dict[_End, list[int]]:
+def _find_ends(lines: Sequence[str], plain: Sequence[str]) -> dict[_End, list[int]]:
     """Return the lines that may end what is begun. Where a word is quoted, no line continues the one before."""
     ends: dict[_End, list[int]] = {
         end: [at for at, line in enumerate(plain) if line.endswith(end)] for end in (")", '"')
@@ -185,18 +185,18 @@ def _ends_of(lines: Sequence[str], plain: Sequence[str]) -> dict[_End, list[int]
     return ends
 
 
-def _expanded(body: str, variables: Mapping[str, str]) -> str:
+def _expand_document(body: str, variables: Mapping[str, str]) -> str:
     """Return a here-document as a shell writes it; what it computes becomes the name of a variable without a value."""
 
     def as_variable(match: re.Match[str]) -> str:
         return "${" + re.sub(r"[^\w.]+", "_", match[1] or match[2] or match[3] or "") + "}"
 
     body = _ESCAPED.sub(lambda match: "" if match[1] == "\n" else chr(0xE000 + ord(match[1])), body)
-    body = _COMPUTED.sub(as_variable, _substituted(body, variables))
+    body = _COMPUTED.sub(as_variable, _substitute_variables(body, variables))
     return _STANDS_FOR_ESCAPED.sub(lambda match: chr(ord(match[0]) - 0xE000), body)
 
 
-def _substituted(text: str, variables: Mapping[str, str]) -> str:
+def _substitute_variables(text: str, variables: Mapping[str, str]) -> str:
     """Return a text with the values of variables, as long as they are not too much of it."""
     added = 0
 
@@ -214,33 +214,33 @@ def _is_program(word: str) -> bool:
     return len(word) < _LONGEST_PATH and _PROGRAMS.search(word) is not None
 
 
-def _options(
+def _read_options(
     words: list[str], path: Path, line: int, overrides: Sequence[str], documents: Mapping[str, str | None]
 ) -> Tree | None:
     """Return the options of a command that starts a training; None if it does not."""
-    places = _launcher_and_program(words)
+    places = _find_launcher_and_program(words)
     if places is None:
         return None
     starts, program = places
     if words[program].endswith("tune") and words[program + 1 : program + 2] == ["run"]:
-        starts, program = program + 1, _recipe_of_torchtune(words, program + 2)
-    launcher = dict(_pairs(words[starts + 1 : program]))
+        starts, program = program + 1, _find_torchtune_recipe(words, program + 2)
+    launcher = dict(_iterate_pairs(words[starts + 1 : program]))
     devices = [word.partition("=")[2] for word in words[:starts] if word.startswith(f"{_DEVICES}=")]
     if words[starts].endswith("llamafactory-cli") and re.fullmatch(r"\d+(,\d+)*", "".join(devices[-1:])):
         launcher["num_processes"] = devices[-1].count(",") + 1  # it starts one for each device
-    arguments = dict(_pairs(words[program + 1 :]))
+    arguments = dict(_iterate_pairs(words[program + 1 :]))
     origin = Origin(str(path), line)
     files = [str(arguments.pop(name)) for name in _FILES if name in arguments]
-    files += _files_in(words[program:], documents)[:1]
+    files += _select_files(words[program:], documents)[:1]
     others = [str(value) for value in (*launcher.values(), *arguments.values())]
     if written := [file for file in others if normpath(file) in documents]:
         raise RequestError(f"{path}:{line}: {written[0]} is written by the script; write it to a file beside it")
     # Hydra's: --config_name is an option of transformers' scripts.
     if any(word.startswith("--config-name") for word in words):
-        tree = _composed(str(arguments["config_name"]), words[program + 1 :], path, line, overrides)
+        tree = _compose_configuration(str(arguments["config_name"]), words[program + 1 :], path, line, overrides)
         files, arguments = [], {}
     else:
-        tree = _configuration(files, path, line, documents, is_needed=len(arguments) < 3)
+        tree = _read_configuration(files, path, line, documents, is_needed=len(arguments) < 3)
     for name, value in arguments.items():
         off = name.startswith("no_") and value is True
         put(tree, name.removeprefix("no_") if off else name, False if off else value, origin)
@@ -253,7 +253,7 @@ def _options(
     return tree if arguments or files or len(tree.values) > 1 else None
 
 
-def _launcher_and_program(words: Sequence[str]) -> tuple[int, int] | None:
+def _find_launcher_and_program(words: Sequence[str]) -> tuple[int, int] | None:
     """Return the places of the launcher and of the training program in a command; None if it starts no training."""
     program = next((at for at, word in enumerate(words) if _is_program(word)), None)
     starts = next((at for at, word in enumerate(words) if word.rpartition("/")[2] in _LAUNCHERS), len(words))
@@ -265,7 +265,7 @@ def _launcher_and_program(words: Sequence[str]) -> tuple[int, int] | None:
     return None if does_other else (starts, program)
 
 
-def _files_in(words: Sequence[str], documents: Mapping[str, str | None]) -> list[str]:
+def _select_files(words: Sequence[str], documents: Mapping[str, str | None]) -> list[str]:
     """Return the configurations among the words that are no options and no values of them."""
     return [
         word
@@ -275,7 +275,7 @@ def _files_in(words: Sequence[str], documents: Mapping[str, str | None]) -> list
     ]
 
 
-def _configuration(
+def _read_configuration(
     files: Sequence[str], path: Path, line: int, documents: Mapping[str, str | None], *, is_needed: bool
 ) -> Tree:
     """Return the first of the files of a command: one that the script has written, or one beside it."""
@@ -284,7 +284,7 @@ def _configuration(
         if (document := documents[name]) is None:
             raise RequestError(f"{path}:{line}: {files[0]} is written in parts, or changed; write all of it to a file")
         tree = parse_mapping(document, str(path))
-    elif files and (file := near(re.sub(r"^\$\{?\w+\}?/", "", files[0]), path)) is not None:
+    elif files and (file := find_file_near(re.sub(r"^\$\{?\w+\}?/", "", files[0]), path)) is not None:
         tree = parse_mapping(read_text(file), str(file))
     elif files and is_needed:
         raise RequestError(f"{path}:{line}: {files[0]}, which the command reads, is not here")
@@ -292,19 +292,19 @@ def _configuration(
     return tree
 
 
-def _recipe_of_torchtune(words: Sequence[str], at: int) -> int:
+def _find_torchtune_recipe(words: Sequence[str], at: int) -> int:
     """Return the place of the recipe's name in ``tune run``, which follows the options of torchrun."""
     while at < len(words) and words[at].startswith("-"):
         at += 1 if "=" in words[at] or words[at] == "--standalone" else 2
     return min(at, len(words) - 1)
 
 
-def _composed(name: str, words: Sequence[str], path: Path, line: int, overrides: Sequence[str]) -> Tree:
+def _compose_configuration(name: str, words: Sequence[str], path: Path, line: int, overrides: Sequence[str]) -> Tree:
     """Return the configuration of a command of Hydra, of the folder ``configs``, with the command's overrides.
 
     A value that the script computes stays ``${shell.NAME}``; a group that it chooses is ``launcher.choice_GROUP``.
     """
-    primary = near(f"configs/{name.removesuffix('.yaml')}.yaml", path)
+    primary = find_file_near(f"configs/{name.removesuffix('.yaml')}.yaml", path)
     if primary is None:
         raise RequestError(f"{path}:{line}: configs/{name}, which the command reads, is not here")
     written: dict[str, str] = {}
@@ -315,7 +315,7 @@ def _composed(name: str, words: Sequence[str], path: Path, line: int, overrides:
     root = primary.parent.absolute()
     chosen = {key: text for key, text in written.items() if "$" in text and (root / key.lstrip("+")).is_dir()}
     decided = [f"{key}={_OF_SHELL.sub(_FOR_HYDRA, text)}" for key, text in written.items() if key not in chosen]
-    tree = compose(primary, root, decided)
+    tree = compose_configuration(primary, root, decided)
     tree.file = path
     put(tree, f"{LAUNCHER}.composed", True, Origin(str(path), line))  # the overrides are in it
     for key, text in chosen.items():
@@ -323,7 +323,7 @@ def _composed(name: str, words: Sequence[str], path: Path, line: int, overrides:
     return tree
 
 
-def _pairs(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _iterate_pairs(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Yield options and values: ``--key value``, ``--key=value``, ``--key one two``, ``--flag``, ``key=value``."""
     at = 0
     while at < len(words):
@@ -332,7 +332,7 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
         name, equals, value = word.partition("=")
         if not word.startswith("-"):
             if equals and re.fullmatch(r"[\w.+/@-]+", name):
-                yield name, _value(value)
+                yield name, _parse_value(value)
             continue
         values = [value] if equals else []
         while not equals and at < len(words) and not re.match(r"--?[A-Za-z]", words[at]) and words[at] not in "|>&;":
@@ -343,10 +343,17 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
         if any(map(_is_program, values)):
             values = []
         name = name.lstrip("-").replace("-", "_")
-        yield name, True if not values else _value(values[0]) if len(values) == 1 else [_value(one) for one in values]
+        yield (
+            name,
+            True
+            if not values
+            else _parse_value(values[0])
+            if len(values) == 1
+            else [_parse_value(one) for one in values],
+        )
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     if _VARIABLE.search(text) or text.startswith(("$(", "`")):
         return Code(text)
     try:

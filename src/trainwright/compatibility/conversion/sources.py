@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.compatibility.conversion.convert import PASS_ROWS, Conversion, Rule, Setting, read_document
-from trainwright.compatibility.conversion.scripts import Code, near, shown
+from trainwright.compatibility.conversion.scripts import Code, find_file_near, format_value
 from trainwright.errors import RequestError
 from trainwright.recipe.files import read_json
-from trainwright.recipe.strategy_spec import spec_of
+from trainwright.recipe.strategy_spec import look_up_strategy
 from trainwright.recipe.yaml_text import Origin
 
 # datasets' names of kinds of files, whose files are in another key.
@@ -25,20 +25,20 @@ _USES = {"train": "data.train", "validation": "data.validation", "forget": "data
 def set_sources(conversion: Conversion) -> None:
     """Set the sections' sources from the items that keys have described, and check what depends on them."""
     for use, items in conversion.sources.items():
-        items = dict(_parts_of(items))
+        items = dict(_iterate_parts(items))
         named = [item for item in items.values() if item.get("source") or item.get("files") or item.get("directory")]
         if not named:
             continue
-        sources = [source for item in named if (source := _source(conversion, item, use)) is not None]
+        sources = [source for item in named if (source := _build_source(conversion, item, use)) is not None]
         setting = named[0]["setting"]
         if use == "validation" and len(sources) > 1:
-            _several_sets(conversion, setting, [str(key) for key, item in items.items() if item in named], sources)
+            _set_several(conversion, setting, [str(key) for key, item in items.items() if item in named], sources)
             continue
         if use != "train" or len(sources) == 1:
             if len(sources) > 1:
                 conversion.refuse(setting, f"names {len(sources)} {use} sets; one is supported")
             elif sources:
-                _one(conversion, setting, use, sources[0])
+                _set_one(conversion, setting, use, sources[0])
         elif sources:
             for key in ("system", "format"):
                 if (value := conversion.values.pop(f"data.{key}", None)) is not None:
@@ -59,7 +59,7 @@ def set_sources(conversion: Conversion) -> None:
         conversion.drop(conversion.values.pop("evaluate.every")[1], "there are no validation rows")
 
 
-def _parts_of(items: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _iterate_parts(items: dict[str, dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield an item for each file and split of an item with several."""
     for key, item in items.items():
         files, splits = item.get("files"), item.get("split")
@@ -76,14 +76,14 @@ def _widen_states(conversion: Conversion) -> None:
     name, strategy = conversion.values.get("optimizer.name"), conversion.values.get("parallel.strategy")
     if name is None or strategy is None or not str(name[0]).endswith("_8bit"):
         return
-    limits = [limit for limit in spec_of(strategy[0]).limits if limit.key == "optimizer.name"]
+    limits = [limit for limit in look_up_strategy(strategy[0]).limits if limit.key == "optimizer.name"]
     wide = str(name[0]).removesuffix("_8bit")
     if any(not limit.takes(name[0]) and limit.takes(wide) for limit in limits):
         del conversion.values["optimizer.name"]
         conversion.take(name[1], "optimizer.name", wide, f"{strategy[0]} does not shard states of 8 bits")
 
 
-def _several_sets(conversion: Conversion, setting: Setting, keys: list[str], sources: list[dict[str, Any]]) -> None:
+def _set_several(conversion: Conversion, setting: Setting, keys: list[str], sources: list[dict[str, Any]]) -> None:
     """Set validation sets with the names of the data sets, or of their sources."""
     names = [
         Path(str(source["source"]).split("[")[0]).stem if key.endswith("]") else key
@@ -97,7 +97,7 @@ def _several_sets(conversion: Conversion, setting: Setting, keys: list[str], sou
     conversion.take(setting, "data.validation", sets, computed=f"{len(sets)} sets: {', '.join(sets)}")
 
 
-def _one(conversion: Conversion, setting: Setting, use: str, source: dict[str, Any]) -> None:
+def _set_one(conversion: Conversion, setting: Setting, use: str, source: dict[str, Any]) -> None:
     """Set a single source, whose other keys are keys of the section."""
     name = source.pop("source")
     if use == "validation":
@@ -108,17 +108,17 @@ def _one(conversion: Conversion, setting: Setting, use: str, source: dict[str, A
             conversion.values[f"data.{key}"] = (value, setting)
 
 
-def _source(conversion: Conversion, item: dict[str, Any], use: str) -> dict[str, Any] | None:
+def _build_source(conversion: Conversion, item: dict[str, Any], use: str) -> dict[str, Any] | None:
     """Return a source with its name, its slice, and how its rows are read."""
     setting: Setting = item["setting"]
     name, config, split = (item.get(key) for key in ("source", "config", "split"))
     files = item.get("files")
     if isinstance(files, dict) or (files and re.search(r"[*?\[]", str(files))):
-        conversion.refuse(setting, f"reads the files {shown(files)}; put them in a directory of their own")
+        conversion.refuse(setting, f"reads the files {format_value(files)}; put them in a directory of their own")
         return None
     if (directory := item.get("directory")) is not None:
         if not files and name not in (None, *_FILE_KINDS):
-            conversion.refuse(setting, f"reads the directory {directory} of {shown(name)}; download and name it")
+            conversion.refuse(setting, f"reads the directory {directory} of {format_value(name)}; download and name it")
             return None
         name, files = (str(directory), None) if not files else (name, str(Path(str(directory)) / str(files)))
     if files and re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) and not Path(str(name)).is_dir():
@@ -126,10 +126,10 @@ def _source(conversion: Conversion, item: dict[str, Any], use: str) -> dict[str,
     elif files:
         name = files if name in (None, *_FILE_KINDS) or str(files).startswith(("/", ".")) else str(Path(name) / files)
     if isinstance(name, Code) or not isinstance(name, str):
-        conversion.refuse(setting, f"the script makes the rows: {shown(name)}")
+        conversion.refuse(setting, f"the script makes the rows: {format_value(name)}")
         return None
     if wrong := [part for part in (config, split) if part is not None and not isinstance(part, str)]:
-        conversion.refuse(setting, f"{shown(wrong[0])} names no part of {name}")
+        conversion.refuse(setting, f"{format_value(wrong[0])} names no part of {name}")
         return None
     split = "train" if split is None else split
     plain, rows = re.fullmatch(r"([^\[]*)((?:\[.*\])?)", split).groups()  # type: ignore[union-attr]
@@ -158,7 +158,7 @@ def llamafactory_datasets(
     use = str(rule.to)
     names = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
     directory = str(conversion.value(folder) or "data")
-    file = near(str(Path(directory) / "dataset_info.json"), conversion.file)
+    file = find_file_near(str(Path(directory) / "dataset_info.json"), conversion.file)
     own = read_document("llamafactory")["data_sets"]
     try:
         infos = read_json(file) if file is not None else own
@@ -167,30 +167,30 @@ def llamafactory_datasets(
         return
     for name in filter(None, (str(name).strip() for name in names)):
         is_online = directory == "ONLINE" or (file is None and "/" in name and conversion.is_on("messages"))
-        info = _online(conversion, name) if is_online else infos.get(name)
+        info = _build_hub_dataset(conversion, name) if is_online else infos.get(name)
         if info is None:
             where = "dataset_info.json is not here" if file is None else f"{file} does not have it"
             conversion.need(setting, f"{name}: {where}; run the command beside it, or pass {folder}=DIRECTORY")
             continue
         item = conversion.sources.setdefault(use, {}).setdefault(name, {"setting": setting})
-        _llamafactory_item(conversion, setting, item, info, file.parent if file is not None else Path(directory))
+        _fill_llamafactory_item(conversion, setting, item, info, file.parent if file is not None else Path(directory))
         if limit and conversion.is_on(limit) and use == "train":
             item["limit"] = conversion.value(limit)
         if use == "train":
             note = ", the first rows, not drawn ones" if item.get("fraction") else ""
             note += "" if file is not None or is_online else ", as LLaMA-Factory's own dataset_info.json has it"
             conversion.add(
-                "taken", setting, f"data.train: {name}, {shown(item.get('source'))}{note}", differs=bool(note)
+                "taken", setting, f"data.train: {name}, {format_value(item.get('source'))}{note}", differs=bool(note)
             )
 
 
-def _online(conversion: Conversion, name: str) -> dict[str, Any]:
+def _build_hub_dataset(conversion: Conversion, name: str) -> dict[str, Any]:
     """Return a data set of the Hub, with the columns that forks have in the file itself."""
     columns = {"messages": conversion.value("messages")} if conversion.is_on("messages") else {}
     return {"hf_hub_url": name, "formatting": conversion.value("formatting") or "alpaca", "columns": columns}
 
 
-def _llamafactory_item(
+def _fill_llamafactory_item(
     conversion: Conversion, setting: Setting, item: dict[str, Any], info: dict[str, Any], folder: Path
 ) -> None:
     columns = dict(info.get("columns") or {})
@@ -245,7 +245,7 @@ def mixer(conversion: Conversion, setting: Setting, rule: Rule, splits: str, con
                 item = {"setting": setting, "source": name, "config": config, "split": split}
                 item["fraction"] = part if use == "train" and part != 1.0 else None
                 conversion.sources.setdefault(use, {})[name] = item
-        conversion.add("taken", setting, f"data.train: {name}, {shown(part)} of it", differs=part != 1.0)
+        conversion.add("taken", setting, f"data.train: {name}, {format_value(part)} of it", differs=part != 1.0)
     conversion.values.setdefault("data.validation", (None, setting))
 
 
@@ -263,7 +263,9 @@ def part(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         conversion.drop(setting, "is all of it")
         return
     conversion.source("train", setting)["fraction"] = value
-    conversion.add("taken", setting, f"data.train: the first {shown(value)} of the rows, not drawn ones", differs=True)
+    conversion.add(
+        "taken", setting, f"data.train: the first {format_value(value)} of the rows, not drawn ones", differs=True
+    )
 
 
 def trl_targets(conversion: Conversion, setting: Setting, rule: Rule, answers: str) -> None:
@@ -350,10 +352,10 @@ def torchtune_dataset(conversion: Conversion, setting: Setting, rule: Rule) -> N
     elif kind == "text" or name == "text_completion_dataset":
         item["format"] = "text"
     if use == "train":
-        conversion.add("taken", setting, f"data.train: {shown(item.get('source') or name)}")
+        conversion.add("taken", setting, f"data.train: {format_value(item.get('source') or name)}")
 
 
-def json_text(value: Any) -> Any:
+def parse_json_text(value: Any) -> Any:
     """Return the mapping that a text has as JSON, else the value."""
     if isinstance(value, str) and value.lstrip().startswith("{"):
         try:

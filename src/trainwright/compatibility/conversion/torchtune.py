@@ -73,14 +73,14 @@ def max_length(conversion: Conversion, setting: Setting, rule: Rule, rows: str, 
     of_model = conversion.value(positions) or of_base or _POSITIONS.get(family)
     if isinstance(setting.value, int) or isinstance(older, int):
         conversion.take(setting, "data.max_length", setting.value if isinstance(setting.value, int) else older)
-    elif isinstance(of_model, int) and not _packed(conversion):
+    elif isinstance(of_model, int) and not _find_packing_key(conversion):
         why = f"the model's positions, as rows are not cut: pass {setting.key}=N to cut them"
         conversion.take(setting, "data.max_length", of_model, computed=why)
     else:
         conversion.need(setting, f"does not limit the length of examples: pass {setting.key}=N")
 
 
-def _packed(conversion: Conversion) -> str:
+def _find_packing_key(conversion: Conversion) -> str:
     """Return the key that asks for packs, or ""."""
     keys = ("dataset.packed", "dataset[].packed")
     return next((one.key for one in conversion.settings.values() if one.pattern in keys and one.is_on), "")
@@ -88,7 +88,7 @@ def _packed(conversion: Conversion) -> str:
 
 def global_batch_size(conversion: Conversion, setting: Setting, rule: Rule, micro: str, **sharing: str) -> None:
     """Compute the examples or packs of a step."""
-    functions.global_batch_size(conversion, setting, rule, micro, packing=_packed(conversion), **sharing)
+    functions.global_batch_size(conversion, setting, rule, micro, packing=_find_packing_key(conversion), **sharing)
 
 
 def reference(conversion: Conversion, setting: Setting, rule: Rule, model: str) -> None:

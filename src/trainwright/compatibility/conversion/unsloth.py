@@ -17,8 +17,8 @@ from string import Formatter
 from typing import Any, NamedTuple
 
 from trainwright.compatibility.conversion import functions
-from trainwright.compatibility.conversion.convert import TEXT_FIELDS, Conversion, Rule, Setting, text_counts_first
-from trainwright.compatibility.conversion.scripts import Code, calls_of, script_of, shown
+from trainwright.compatibility.conversion.convert import TEXT_FIELDS, Conversion, Rule, Setting, is_text_first
+from trainwright.compatibility.conversion.scripts import Code, format_value, list_calls, parse_script
 from trainwright.compatibility.conversion.sources import ORDER_OF_TRL
 
 _TEMPLATES = {"chatml": "chatml", "llama-3": "llama3", "llama3": "llama3"}
@@ -72,14 +72,14 @@ _OF_PAIRS = ("DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer")
 
 def length(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Take the maximum length that counts."""
-    deciding = _length(conversion)
+    deciding = _find_length(conversion)
     if setting is deciding:
         conversion.take(setting, "data.max_length", setting.value)
     elif deciding is not None:
-        conversion.drop(setting, f"has no effect beside {deciding.key}: {shown(deciding.value)}")
+        conversion.drop(setting, f"has no effect beside {deciding.key}: {format_value(deciding.value)}")
 
 
-def _length(conversion: Conversion) -> Setting | None:
+def _find_length(conversion: Conversion) -> Setting | None:
     """Return the length that counts: of SFT the trainer's up to the model's (unsloth/models/rl.py), of pairs TRL's."""
     settings = conversion.settings
     of_pairs = [settings[f"{name}.max_length"] for name in _OF_PAIRS if f"{name}.max_length" in settings]
@@ -99,7 +99,7 @@ def _length(conversion: Conversion) -> Setting | None:
 
 def packing(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Pack to the maximum length that counts."""
-    deciding = _length(conversion)
+    deciding = _find_length(conversion)
     if setting.is_on and deciding is not None:
         conversion.take(setting, "data.pack_length", deciding.value, computed=f"as {deciding.key}")
         conversion.take(setting, "train.batch_unit", "packs", computed="a batch counts packs")
@@ -111,9 +111,9 @@ def text_field(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Take the column of the texts, unless a function of the script writes it, or the trainer is given another."""
     if setting.is_default and TEXT_FIELDS[0] in conversion.settings:
         return
-    if _makes_rows(conversion):
+    if _has_row_functions(conversion):
         conversion.drop(setting, "is read with the function that makes the rows")
-    elif text_counts_first(conversion):
+    elif is_text_first(conversion):
         conversion.take(setting, "@train.columns.text", setting.value)
         conversion.take(setting, "@train.format", "text")
     else:
@@ -122,7 +122,7 @@ def text_field(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         conversion.take(setting, "@train.format", ORDER_OF_TRL)
 
 
-def _makes_rows(conversion: Conversion) -> bool:
+def _has_row_functions(conversion: Conversion) -> bool:
     return any(key.partition(".")[0] == "map" or key.endswith("formatting_func") for key in conversion.settings)
 
 
@@ -151,12 +151,12 @@ def collator(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     if not setting.is_on or _COLLATORS.fullmatch(str(setting.value)):
         conversion.drop(setting, "is about how batches are padded, or read with its own arguments")
     else:
-        conversion.refuse(setting, f"makes batches by the script: {shown(setting.value)}")
+        conversion.refuse(setting, f"makes batches by the script: {format_value(setting.value)}")
 
 
 def completions(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Train on what follows the beginning of an answer: of all answers if the collator knows questions, too."""
-    if any(map(conversion.is_on, TEXT_FIELDS)) and not _makes_rows(conversion):
+    if any(map(conversion.is_on, TEXT_FIELDS)) and not _has_row_functions(conversion):
         conversion.refuse(setting, "trains on a part of each text; write rows with a prompt and a completion")
         return
     conversion.values.pop("data.targets", None)
@@ -175,7 +175,7 @@ def evaluation_rows(conversion: Conversion, setting: Setting, rule: Rule) -> Non
         conversion.drop(setting, "is what the other calls have made")
     elif split is None or conversion.is_on("load_dataset.split") or (files and not isinstance(files, dict)):
         conversion.drop(
-            setting, f"evaluates on {shown(setting.value)}: name these rows in data.validation", differs=True
+            setting, f"evaluates on {format_value(setting.value)}: name these rows in data.validation", differs=True
         )
     else:
         item = conversion.source("validation", setting)
@@ -216,9 +216,9 @@ def files(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Read the rows as the functions of the script write them."""
     try:
-        settings = settings_of(script_of(conversion.file))
+        settings = find_row_settings(parse_script(conversion.file))
     except Unclear as error:
-        why = f"changes the rows by a function of the script ({shown(str(error))})"
+        why = f"changes the rows by a function of the script ({format_value(str(error))})"
         conversion.refuse(setting, why)
         return
     template = settings.pop("chat_template", None)
@@ -298,7 +298,7 @@ class _ReadRow(dict[str, Any]):
         return ColumnValue(name)
 
 
-def settings_of(module: ast.Module) -> dict[str, Any]:
+def find_row_settings(module: ast.Module) -> dict[str, Any]:
     """Return the keys of the source, as ``format``, ``prompt`` and ``columns.answer``, that read the rows as a script's
     functions do, and ``chat_template: plain`` if these write the text without one.
 
@@ -307,23 +307,23 @@ def settings_of(module: ast.Module) -> dict[str, Any]:
     """
     row = _ReadRow()
     text, field = None, "text"
-    for name, call in calls_of(module):
+    for name, call in list_calls(module):
         if name == "map":
-            new_row = _Function(module, row).result(_argument(call, "function"))
+            new_row = _Function(module, row).result(_find_argument(call, "function"))
             if not isinstance(new_row, dict):
                 raise Unclear("returns no row")
             row.update(new_row)
         elif name == "rename_column":
             old, new = (
-                _argument(call, word, at) for at, word in enumerate(("original_column_name", "new_column_name"))
+                _find_argument(call, word, at) for at, word in enumerate(("original_column_name", "new_column_name"))
             )
-            row[_constant(new)] = row[_constant(old)]
+            row[_read_constant(new)] = row[_read_constant(old)]
         elif name == "rename_columns":
-            written = _argument(call, "column_mapping")
+            written = _find_argument(call, "column_mapping")
             if not isinstance(written, ast.Dict) or None in written.keys:
                 raise Unclear(ast.unparse(written))
             names = zip(filter(None, written.keys), written.values, strict=True)
-            row.update({_constant(new): row[_constant(old)] for old, new in names})
+            row.update({_read_constant(new): row[_read_constant(old)] for old, new in names})
         for word in call.keywords:
             if word.arg == "dataset_text_field" and isinstance(word.value, ast.Constant):
                 field = str(word.value.value)
@@ -331,24 +331,24 @@ def settings_of(module: ast.Module) -> dict[str, Any]:
             function = next(word.value for word in call.keywords if word.arg == "formatting_func")
             text = _Function(module, row).result(function)
             text = text.get("text") if isinstance(text, dict) else text
-    return _settings(row, row[field] if text is None and field in row else text)
+    return _build_settings(row, row[field] if text is None and field in row else text)
 
 
-def _settings(row: _ReadRow, text: Any) -> dict[str, Any]:
+def _build_settings(row: _ReadRow, text: Any) -> dict[str, Any]:
     """Return the settings for the value that is trained on."""
     if text is None:
         turns = next((row[name] for name in _TURNS if name in row), None)
         if turns is None:
-            return _renamed(row)
-        return _of_turns(turns)
+            return _rename_columns(row)
+        return _convert_turns(turns)
     if isinstance(text, Rendered):
         tools = {} if text.tools in (None, ColumnValue("tools")) else {"columns.tools": text.tools.name}
-        return _of_turns(text.turns) | tools
-    return _of_text(_joined(text).parts)
+        return _convert_turns(text.turns) | tools
+    return _convert_text(_to_joined(text).parts)
 
 
-def _renamed(row: _ReadRow) -> dict[str, Any]:
-    values = {field: _of_single_turn(field, value) for field, value in row.items()}
+def _rename_columns(row: _ReadRow) -> dict[str, Any]:
+    values = {field: _convert_single_turn(field, value) for field, value in row.items()}
     columns = {f"columns.{field}": value.name for field, value in values.items() if isinstance(value, ColumnValue)}
     if len(columns) < len(row):
         raise Unclear(f"makes the columns {', '.join(row)}")
@@ -358,7 +358,7 @@ def _renamed(row: _ReadRow) -> dict[str, Any]:
 _ROLES_OF_PAIRS = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
 
 
-def _of_single_turn(field: str, value: Any) -> Any:
+def _convert_single_turn(field: str, value: Any) -> Any:
     """Return the column that is the only turn of a part of a pair, which is read as this turn."""
     match value:
         case [{"role": role, "content": ColumnValue() as column}] if role == _ROLES_OF_PAIRS.get(field):
@@ -366,36 +366,36 @@ def _of_single_turn(field: str, value: Any) -> Any:
     return value
 
 
-def _of_turns(turns: Any) -> dict[str, Any]:
+def _convert_turns(turns: Any) -> dict[str, Any]:
     if isinstance(turns, ColumnValue):
         return {} if turns.name in _TURNS else {"columns.messages": turns.name}
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise Unclear("renders something else than turns")
     roles = [turn.get("role", turn.get("from")) for turn in turns]
-    texts = [_joined(turn.get("content", turn.get("value"))).parts for turn in turns]
+    texts = [_to_joined(turn.get("content", turn.get("value"))).parts for turn in turns]
     settings: dict[str, Any] = {}
     if roles[:1] == ["system"]:
-        settings = _of_system(texts.pop(0))
+        settings = _convert_system(texts.pop(0))
         roles.pop(0)
     if roles not in (["user", "assistant"], ["human", "gpt"]):
         raise Unclear(f"makes turns of {', '.join(map(str, roles))}")
     question, answer = texts
-    return settings | _of_question(question) | {"columns.answer": _only_column(answer)}
+    return settings | _convert_question(question) | {"columns.answer": _find_only_column(answer)}
 
 
-def _of_system(parts: tuple[Any, ...]) -> dict[str, Any]:
+def _convert_system(parts: tuple[Any, ...]) -> dict[str, Any]:
     if all(isinstance(part, str) for part in parts):
         return {"system": "".join(parts)} if any(parts) else {}
-    return {"columns.system": _only_column(parts)}
+    return {"columns.system": _find_only_column(parts)}
 
 
-def _of_question(parts: tuple[Any, ...]) -> dict[str, Any]:
+def _convert_question(parts: tuple[Any, ...]) -> dict[str, Any]:
     if len(parts) == 1 and isinstance(parts[0], ColumnValue) and not parts[0].name.isidentifier():
         return {"columns.question": parts[0].name}
-    return {"prompt": _prompt(parts)}
+    return {"prompt": _build_prompt(parts)}
 
 
-def _of_text(parts: tuple[Any, ...]) -> dict[str, Any]:
+def _convert_text(parts: tuple[Any, ...]) -> dict[str, Any]:
     """Return the settings for a text: the last column is the answer, if there is anything before it."""
     ended = parts[-1:] == (EndOfText(),)
     parts = parts[1:] if parts[:1] == (BeginningOfText(),) else parts
@@ -405,11 +405,11 @@ def _of_text(parts: tuple[Any, ...]) -> dict[str, Any]:
     after = parts[-1] if isinstance(parts[-1], str) else ""
     *before, last = parts[:-1] if after else parts
     if not before and not after:
-        return {"format": "text", "columns.text": _only_column((last,))}
+        return {"format": "text", "columns.text": _find_only_column((last,))}
     has_end = not ended and _ENDS.search(after) is not None
     template = "plain" if not after else _PLAIN.format(repr(after), "" if has_end else "{{ eos_token }}")
-    prompt = _prompt(tuple(before))
-    return {"prompt": prompt, "columns.answer": _only_column((last,)), "chat_template": template}
+    prompt = _build_prompt(tuple(before))
+    return {"prompt": prompt, "columns.answer": _find_only_column((last,)), "chat_template": template}
 
 
 # The template plain with more after an answer.
@@ -420,7 +420,7 @@ _PLAIN = (
 _ENDS = re.compile(r"(?:</s>|<\|(?:im_end|endoftext|eot_id|end_of_text|end|eot)\|>|<end_of_turn>|<eos>)\s*$")
 
 
-def _prompt(parts: tuple[Any, ...]) -> str:
+def _build_prompt(parts: tuple[Any, ...]) -> str:
     if not any(isinstance(part, ColumnValue) for part in parts) or {EndOfText(), BeginningOfText()} & set(parts):
         raise Unclear("writes a prompt without columns, or an end of text inside")
     if names := [part.name for part in parts if isinstance(part, ColumnValue) and not part.name.isidentifier()]:
@@ -431,13 +431,13 @@ def _prompt(parts: tuple[Any, ...]) -> str:
     )
 
 
-def _only_column(parts: tuple[Any, ...]) -> str:
+def _find_only_column(parts: tuple[Any, ...]) -> str:
     if len(parts) != 1 or not isinstance(parts[0], ColumnValue):
         raise Unclear("writes more around an answer than its column")
     return parts[0].name
 
 
-def _joined(value: Any) -> Joined:
+def _to_joined(value: Any) -> Joined:
     if isinstance(value, Joined):
         return value
     if isinstance(value, str | ColumnValue | EndOfText | BeginningOfText):
@@ -445,9 +445,9 @@ def _joined(value: Any) -> Joined:
     raise Unclear("makes something else than a text")
 
 
-def _plus(left: Any, right: Any) -> Joined:
+def _concatenate_texts(left: Any, right: Any) -> Joined:
     parts: list[Any] = []
-    for part in (*_joined(left).parts, *_joined(right).parts):
+    for part in (*_to_joined(left).parts, *_to_joined(right).parts):
         if isinstance(part, str) and parts and isinstance(parts[-1], str):
             parts[-1] += part
         elif part != "":
@@ -469,7 +469,7 @@ def _is_turn(node: ast.AST, name: str | None) -> bool:
     return False
 
 
-def _turns_appended(loop: ast.For, name: str) -> str | None:
+def _find_appended_list(loop: ast.For, name: str) -> str | None:
     """Return the list to which a loop over turns appends each of them; None if the loop does something else."""
     lists = set()
     for node in ast.walk(loop):
@@ -491,14 +491,14 @@ def _is_empty(nodes: list[ast.expr]) -> bool:
     return all(isinstance(node, ast.Constant) and node.value in ("", None) for node in nodes)
 
 
-def _argument(call: ast.Call, name: str, at: int = 0) -> ast.expr:
+def _find_argument(call: ast.Call, name: str, at: int = 0) -> ast.expr:
     arguments = [word.value for word in call.keywords if word.arg == name] or call.args[at : at + 1]
     if not arguments:
         raise Unclear(ast.unparse(call))
     return arguments[0]
 
 
-def _constant(node: ast.expr) -> str:
+def _read_constant(node: ast.expr) -> str:
     if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
         raise Unclear(ast.unparse(node))
     return node.value
@@ -537,8 +537,10 @@ class _Function:
                 case ast.Assign(targets=[ast.Name(id=name)], value=value):
                     self._names[name] = self._value(value)
                 case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=value) if name not in self._outside:
-                    self._names[name] = _plus(self._names.get(name), self._value(value))
-                case ast.For(target=ast.Name(id=name), iter=iterated) if appended := _turns_appended(statement, name):
+                    self._names[name] = _concatenate_texts(self._names.get(name), self._value(value))
+                case ast.For(target=ast.Name(id=name), iter=iterated) if appended := _find_appended_list(
+                    statement, name
+                ):
                     self._names[appended] = self._turns(statement.body, self._value(iterated))
                 case ast.For(target=target, iter=iterated, body=inner, orelse=[]):
                     self._outside = frozenset(self._names)
@@ -581,7 +583,7 @@ class _Function:
             case ast.Constant(value=str() as text):
                 return text
             case ast.Name(id=name):
-                return self._names[name] if name in self._names else self._of_module(name)
+                return self._names[name] if name in self._names else self._evaluate_module_name(name)
             case ast.Attribute(attr="eos_token"):
                 return EndOfText()
             case ast.Attribute(attr="bos_token"):
@@ -591,9 +593,9 @@ class _Function:
             case ast.FormattedValue(value=value, conversion=-1, format_spec=None):
                 return self._value(value)
             case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return _plus(self._value(left), self._value(right))
+                return _concatenate_texts(self._value(left), self._value(right))
             case ast.Subscript(value=value, slice=index):
-                return self._item(self._value(value), index, node)
+                return self._evaluate_item(self._value(value), index, node)
             case ast.Dict(keys=keys, values=values) if all(isinstance(key, ast.Constant) for key in keys):
                 return {key.value: self._value(value) for key, value in zip(keys, values, strict=True)}  # type: ignore[union-attr]
             case ast.List(elts=[ast.List() as turns]):
@@ -614,17 +616,17 @@ class _Function:
     def _sum(self, nodes: Iterable[ast.expr]) -> Joined:
         total = Joined(())
         for node in nodes:
-            total = _plus(total, self._value(node))
+            total = _concatenate_texts(total, self._value(node))
         return total
 
-    def _item(self, value: Any, index: ast.expr, node: ast.expr) -> Any:
+    def _evaluate_item(self, value: Any, index: ast.expr, node: ast.expr) -> Any:
         if isinstance(value, dict) and isinstance(index, ast.Constant) and isinstance(index.value, str):
             return value[index.value]
         if isinstance(index, ast.Name) and isinstance(self._names.get(index.id), _Index):
             return value
         raise Unclear(ast.unparse(node))
 
-    def _of_module(self, name: str) -> Any:
+    def _evaluate_module_name(self, name: str) -> Any:
         """Return the value that the module gives a name once."""
         values = [
             node.value
@@ -651,13 +653,15 @@ class _Function:
             case ast.Name(id="str") if len(call.args) == 1:
                 return self._value(call.args[0])
             case ast.Name(id=name) if call.args and name in self._functions():
-                return self._of_function(self._functions()[name], call)
+                return self._evaluate_function(self._functions()[name], call)
             case ast.Attribute(value=ast.Name(id=name), attr="get") if self._names.get(name) is self._row:
-                return self._row[_constant(call.args[0])] if _is_empty(call.args[1:]) else self._unclear(call)
+                return (
+                    self._row[_read_constant(call.args[0])] if _is_empty(call.args[1:]) else self._refuse_unclear(call)
+                )
             case ast.Attribute(attr="apply_chat_template"):
-                return self._rendered(call)
+                return self._evaluate_rendering(call)
             case ast.Attribute(value=text, attr="format"):
-                return self._formatted(self._value(text), call)
+                return self._format_text(self._value(text), call)
             case ast.Attribute(value=text, attr=name) if name in _WITHOUT_EFFECT:
                 value = self._value(text)
                 if isinstance(value, Rendered) or (name == "strip" and isinstance(value, ColumnValue)):
@@ -670,7 +674,7 @@ class _Function:
         counts = Counter(node.name for node in found)
         return {node.name: node for node in found if counts[node.name] == 1}
 
-    def _of_function(self, function: ast.FunctionDef, call: ast.Call) -> Any:
+    def _evaluate_function(self, function: ast.FunctionDef, call: ast.Call) -> Any:
         """Return what a function of the script returns for the arguments of a call."""
         if self._depth == _DEEPEST_CALL or function.args.vararg or function.args.kwarg:
             raise Unclear(ast.unparse(call))
@@ -686,11 +690,11 @@ class _Function:
         return inner._run(function.body)
 
     @staticmethod
-    def _unclear(node: ast.expr) -> Any:
+    def _refuse_unclear(node: ast.expr) -> Any:
         raise Unclear(ast.unparse(node))
 
-    def _rendered(self, call: ast.Call) -> Rendered:
-        turns = self._value(_argument(call, "conversation"))
+    def _evaluate_rendering(self, call: ast.Call) -> Rendered:
+        turns = self._value(_find_argument(call, "conversation"))
         options = {word.arg: word.value for word in call.keywords if word.arg != "conversation"}
         tools = self._value(options.pop("tools")) if "tools" in options else None
         off = ("tokenize", "add_generation_prompt")
@@ -703,7 +707,7 @@ class _Function:
             raise Unclear(ast.unparse(call))
         return Rendered(turns, tools)
 
-    def _formatted(self, text: Any, call: ast.Call) -> Joined:
+    def _format_text(self, text: Any, call: ast.Call) -> Joined:
         if not isinstance(text, str):
             raise Unclear(ast.unparse(call))
         positions = [self._value(argument) for argument in call.args]
@@ -711,12 +715,12 @@ class _Function:
         total, counted = Joined(()), count()
         try:
             for constant, name, spec, conversion in Formatter().parse(text):
-                total = _plus(total, constant)
+                total = _concatenate_texts(total, constant)
                 if spec or conversion:
                     raise Unclear(ast.unparse(call))
                 if name is not None:
                     value = names[name] if name in names else positions[int(name) if name else next(counted)]
-                    total = _plus(total, value)
+                    total = _concatenate_texts(total, value)
         except (ValueError, IndexError):  # no format, or another number of arguments
             raise Unclear(ast.unparse(call)) from None
         return total

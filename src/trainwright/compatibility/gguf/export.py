@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainwright.compatibility.gguf.reading import adds_space, query_scalar, write_converted
+from trainwright.compatibility.gguf.reading import compute_query_scalar, has_space_prefix, write_converted
 from trainwright.compatibility.gguf.rope import write_rope
 from trainwright.errors import MachineError, RequestError, TrainingError
-from trainwright.models.configuration import config_from
-from trainwright.models.tokenization import tokenizer_from, turn_end
-from trainwright.utils.activity import doing
+from trainwright.models.configuration import read_config
+from trainwright.models.tokenization import load_tokenizer_from, turn_end
+from trainwright.utils.activity import begin_activity
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,16 +59,16 @@ def export_gguf(directory: Path, out: Path, precision: GgufPrecision = "f16") ->
     """
     if out.exists():
         raise RequestError(f"--out: {out} already exists; choose a new file")
-    config, tokenizer = config_from(directory), tokenizer_from(directory, "MODEL")
+    config, tokenizer = read_config(directory), load_tokenizer_from(directory, "MODEL")
     if config.model_type not in _ARCHITECTURES:
         supported = ", ".join(_ARCHITECTURES)
         raise RequestError(f"{directory} is {config.model_type}; GGUF export supports {supported}")
     temporary = out.with_name(f".{out.name}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        doing(f"writing {out}")
+        begin_activity(f"writing {out}")
         _write(directory, config, tokenizer, temporary, precision)
-        doing(f"reading {out} back")
+        begin_activity(f"reading {out} back")
         _read_back(directory, temporary, tokenizer, precision)
         temporary.rename(out)
     except OSError as error:
@@ -84,24 +84,24 @@ def _write(
     import gguf
     import torch
 
-    from trainwright.models.files import skeleton
+    from trainwright.models.files import build_skeleton
 
     _check_fixed(config, directory)
-    tensors = dict(_tensors(directory))
-    model = skeleton(config)
+    tensors = dict(_iterate_tensors(directory))
+    model = build_skeleton(config)
     for copy, source in (model.all_tied_weights_keys or {}).items():
         if source not in tensors and copy in tensors:
             tensors[source] = tensors[copy]
         elif copy in tensors and not torch.equal(tensors[copy](), tensors[source]()):
             config.tie_word_embeddings = False  # as transformers loads it
     if not config.tie_word_embeddings:
-        model = skeleton(config)
-    names = _names(model)
+        model = build_skeleton(config)
+    names = _map_names(model)
     settings, scaling = write_rope(config, _ARCHITECTURES[config.model_type])
     writer = gguf.GGUFWriter(out, _ARCHITECTURES[config.model_type])
     writer.add_name(directory.name)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32 if precision == "f32" else gguf.LlamaFileType.MOSTLY_F16)
-    for key, value in {**_settings(config), **settings}.items():
+    for key, value in {**_build_settings(config), **settings}.items():
         _add(writer, f"{_ARCHITECTURES[config.model_type]}.{key}", value)
     _add_tokenizer(writer, tokenizer, config.vocab_size)
     shapes = [(names[name], tensor) for name, tensor in tensors.items() if name in names]
@@ -109,20 +109,20 @@ def _write(
     missing = set(names.values()) - {name for name, _ in shapes}
     if missing:
         raise RequestError(f"{directory} lacks {', '.join(sorted(missing)[:3])}")
-    change = _CHANGES.get(_ARCHITECTURES[config.model_type], _unchanged)
+    change = _CHANGES.get(_ARCHITECTURES[config.model_type], _keep_unchanged)
     # The file starts with a table of all tensors, so they are read twice.
     for name, read in shapes:
-        values = _stored(change(name, read(), config), precision)
+        values = _convert_values(change(name, read(), config), precision)
         writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, read in shapes:
-        writer.write_tensor_data(_stored(change(name, read(), config), precision))
+        writer.write_tensor_data(_convert_values(change(name, read(), config), precision))
     writer.close()
 
 
-def _names(model: PreTrainedModel) -> dict[str, str]:
+def _map_names(model: PreTrainedModel) -> dict[str, str]:
     """Return a mapping from names in transformers to names in the file, without tied copies."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
@@ -133,17 +133,17 @@ def _names(model: PreTrainedModel) -> dict[str, str]:
     return {theirs: ours for ours, theirs in mapped.items() if theirs not in tied}
 
 
-def _tensors(directory: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+def _iterate_tensors(directory: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
     """Yield each name with a function that reads the tensor."""
     from safetensors import safe_open
 
-    from trainwright.models.text_part import causal_name
+    from trainwright.models.text_part import convert_to_causal_name
 
     for file in sorted(directory.glob("model*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             names = list(opened.keys())
         for name in names:
-            yield causal_name(name), functools.partial(_read, file, name)
+            yield convert_to_causal_name(name), functools.partial(_read, file, name)
 
 
 def _read(file: Path, name: str) -> torch.Tensor:
@@ -154,7 +154,7 @@ def _read(file: Path, name: str) -> torch.Tensor:
         return tensor.float()
 
 
-def _settings(config: PretrainedConfig) -> dict[str, Any]:
+def _build_settings(config: PretrainedConfig) -> dict[str, Any]:
     """Return the keys that transformers reads for this architecture, and additional ones that llama.cpp needs."""
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
@@ -183,7 +183,7 @@ def _check_fixed(config: PretrainedConfig, directory: Path) -> None:
     if config.model_type not in ("gemma2", "gemma3_text"):
         return
     sizes = config.num_hidden_layers, config.num_attention_heads, config.hidden_size, config.head_dim
-    assumed = query_scalar(_ARCHITECTURES[config.model_type], *sizes)
+    assumed = compute_query_scalar(_ARCHITECTURES[config.model_type], *sizes)
     if config.query_pre_attn_scalar != assumed:
         raise RequestError(
             f"{directory} has query_pre_attn_scalar {config.query_pre_attn_scalar:g}, which a GGUF file cannot say: "
@@ -230,13 +230,13 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, size: int) -
             types.append(gguf.TokenType.UNUSED)
             continue
         tokens.append(token)
-        types.append(_token_type(token, added.get(index), by_bytes))
+        types.append(_choose_token_type(token, added.get(index), by_bytes))
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in backend["model"]["merges"]]
     writer.add_tokenizer_model("gpt2" if by_bytes else "llama")
     if by_bytes:
-        writer.add_tokenizer_pre(_pre_tokenizer(backend.get("pre_tokenizer")))
+        writer.add_tokenizer_pre(_find_pre_tokenizer(backend.get("pre_tokenizer")))
     else:
-        writer.add_add_space_prefix(adds_space(tokenizer))
+        writer.add_add_space_prefix(has_space_prefix(tokenizer))
     if not by_bytes or not merges:  # an empty list cannot be written; readers then use the scores
         writer.add_token_scores([-float(index) for index in range(size)])
     writer.add_token_list(tokens)
@@ -255,7 +255,7 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, size: int) -
             writer.add_eot_token_id(stop)
 
 
-def _token_type(token: str, added: Mapping[str, Any] | None, by_bytes: bool) -> int:
+def _choose_token_type(token: str, added: Mapping[str, Any] | None, by_bytes: bool) -> int:
     import gguf
 
     if added is not None:
@@ -264,38 +264,38 @@ def _token_type(token: str, added: Mapping[str, Any] | None, by_bytes: bool) -> 
     return int(gguf.TokenType.BYTE if is_byte else gguf.TokenType.NORMAL)
 
 
-def _pre_tokenizer(settings: Any) -> str:
+def _find_pre_tokenizer(settings: Any) -> str:
     """Return llama.cpp's name of the pre-tokenizer, found by its pattern; the default is GPT-2's."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     text = json.dumps(settings)
     if '"individual_digits": true' in text:
         return "smollm"
-    patterns = [part["pattern"].get("Regex") for part in _parts(settings) if part.get("type") == "Split"]
+    patterns = [part["pattern"].get("Regex") for part in _list_parts(settings) if part.get("type") == "Split"]
     for name, split in GGUF_PRE_TOKENIZER_SPLITS.items():
         if patterns and patterns[0] == getattr(split, "pattern", split):
             return str(name)
     return "gpt-2"
 
 
-def _parts(settings: Any) -> list[dict[str, Any]]:
+def _list_parts(settings: Any) -> list[dict[str, Any]]:
     if not isinstance(settings, dict):
         return []
     return list(settings["pretokenizers"]) if settings.get("type") == "Sequence" else [settings]
 
 
-def _stored(values: torch.Tensor, precision: GgufPrecision) -> np.ndarray[Any, Any]:
+def _convert_values(values: torch.Tensor, precision: GgufPrecision) -> np.ndarray[Any, Any]:
     import numpy as np
 
     kind = np.float16 if precision == "f16" and values.dim() > 1 else np.float32
     return values.contiguous().numpy().astype(kind)
 
 
-def _unchanged(name: str, values: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
+def _keep_unchanged(name: str, values: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
     return values
 
 
-def _rotary_order(name: str, values: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
+def _interleave_halves(name: str, values: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
     """Interleave the two halves of each head of queries and keys, as in the original Llama weights."""
     if ".attn_q." not in name and ".attn_k." not in name:
         return values
@@ -303,22 +303,22 @@ def _rotary_order(name: str, values: torch.Tensor, config: PretrainedConfig) -> 
     return values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:]).transpose(1, 2).reshape_as(values)
 
 
-def _norms_from_one(name: str, values: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
+def _add_one_to_norms(name: str, values: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
     """Add one to the norm weights of Gemma, which transformers stores without it."""
     return values + 1 if name.endswith("norm.weight") else values
 
 
-def _linear_order(name: str, values: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
+def _transpose_linear(name: str, values: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
     """Transpose the matrices of GPT-2, whose Conv1D layers store them transposed."""
     turned = ("attn_qkv.weight", "ffn_down.weight", "ffn_up.weight", "attn_output.weight")
     return values.t() if name.endswith(turned) else values
 
 
 _CHANGES: dict[str, Callable[[str, torch.Tensor, PretrainedConfig], torch.Tensor]] = {
-    "llama": _rotary_order,
-    "gemma2": _norms_from_one,
-    "gemma3": _norms_from_one,
-    "gpt2": _linear_order,
+    "llama": _interleave_halves,
+    "gemma2": _add_one_to_norms,
+    "gemma3": _add_one_to_norms,
+    "gpt2": _transpose_linear,
 }
 
 
@@ -328,12 +328,12 @@ def _read_back(directory: Path, file: Path, tokenizer: PreTrainedTokenizerBase, 
 
     import torch
 
-    from trainwright.models.files import has_experts, logit_difference, logits_of
+    from trainwright.models.files import compute_logit_difference, compute_logits, has_experts
     from trainwright.models.text_part import read_causal
 
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as scratch:
         write_converted(file, Path(scratch) / "model", "--out")
-        again = tokenizer_from(Path(scratch) / "model", "MODEL")
+        again = load_tokenizer_from(Path(scratch) / "model", "MODEL")
         for text in _TEXTS:
             if again(text, add_special_tokens=False).input_ids != tokenizer(text, add_special_tokens=False).input_ids:
                 raise RequestError(
@@ -343,20 +343,20 @@ def _read_back(directory: Path, file: Path, tokenizer: PreTrainedTokenizerBase, 
         pair, rotations = [], []
         for place_of in (directory, Path(scratch) / "model"):
             model = read_causal(place_of, dtype=torch.float32)
-            pair.append(logits_of(model.eval(), torch.arange(1, 17)[None]))
-            rotations.append(_rotations(model))
+            pair.append(compute_logits(model.eval(), torch.arange(1, 17)[None]))
+            rotations.append(_compute_rotations(model))
             mixture = has_experts(model)
             del model
         if rotations[0].keys() != rotations[1].keys() or not all(
             torch.allclose(values, rotations[1][name], rtol=1e-4) for name, values in rotations[0].items()
         ):
             raise TrainingError(f"{file} reads back with other rotary embeddings")
-        difference = logit_difference(pair[1], pair[0], mixture=mixture)
+        difference = compute_logit_difference(pair[1], pair[0], mixture=mixture)
         if not difference <= (1e-4 if precision == "f32" else 2e-2):
             raise TrainingError(f"{file} reads back as a different model: logits differ by {difference:.2g}")
 
 
-def _rotations(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def _compute_rotations(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return cosines and sines of the rotary embeddings at positions up to the model's last one.
 
     A short sequence shows little of a wrong base or scaling.

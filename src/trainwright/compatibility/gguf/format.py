@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from trainwright.machine.cache import cache_root, digest_of, remembered
+from trainwright.machine.cache import find_cache_root, hash_file, look_up_digest
 
 # How values of the metadata are stored, by their type (ggml/docs/gguf.md of llama.cpp); two types have other sizes.
 _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
@@ -28,8 +28,8 @@ class Gguf:
     @staticmethod
     def facts(file: Path) -> GgufFacts:
         """Return the hash and the precision of ``file``; raise RequestError if it is damaged before these."""
-        digest = remembered(file, cache_root() / "models", "sha256", lambda: digest_of(file, "sha256"))
-        return GgufFacts(digest, _precision(file))
+        digest = look_up_digest(file, find_cache_root() / "models", "sha256", lambda: hash_file(file, "sha256"))
+        return GgufFacts(digest, _read_precision(file))
 
     @staticmethod
     def export(directory: Path, out: Path, *arguments: Any) -> int:
@@ -47,45 +47,45 @@ class GgufFacts:
     precision: str
 
 
-def _precision(file: Path) -> str:
+def _read_precision(file: Path) -> str:
     """Return llama.cpp's name of the file type or, without it, the type of most of its bytes."""
     from gguf import GGMLQuantizationType, LlamaFileType
 
-    kind = _file_type(file)
+    kind = _read_file_type(file)
     if kind in set(LlamaFileType):
         return LlamaFileType(kind).name.removeprefix("MOSTLY_").removeprefix("ALL_")
-    from trainwright.compatibility.gguf.reading import sizes_by_type
+    from trainwright.compatibility.gguf.reading import sum_sizes_by_type
 
-    sizes = sizes_by_type(file)
+    sizes = sum_sizes_by_type(file)
     return GGMLQuantizationType(max(sizes, key=lambda number: sizes[number])).name
 
 
-def _file_type(file: Path) -> int | None:
+def _read_file_type(file: Path) -> int | None:
     """Return the number of ``general.file_type`` in the metadata; None without it, or if the file is damaged."""
     with file.open("rb") as stream:
         try:
             magic, _, _, count = struct.unpack("<4sIQQ", stream.read(24))
             for _ in range(count if magic == b"GGUF" else 0):
-                key = stream.read(_number(stream, "Q"))
-                kind = _number(stream, "I")
+                key = stream.read(_read_number(stream, "Q"))
+                kind = _read_number(stream, "I")
                 if key == b"general.file_type":
-                    return _number(stream, _NUMBERS[kind])
+                    return _read_number(stream, _NUMBERS[kind])
                 _skip(stream, kind)
         except (struct.error, KeyError, OverflowError, MemoryError):
             pass
     return None
 
 
-def _number(stream: IO[bytes], kind: str) -> int:
+def _read_number(stream: IO[bytes], kind: str) -> int:
     return int(struct.unpack(f"<{kind}", stream.read(struct.calcsize(f"<{kind}")))[0])
 
 
 def _skip(stream: IO[bytes], kind: int, count: int = 1) -> None:
     """Go behind ``count`` values of a type."""
     if kind == _ARRAY:
-        kind, count = _number(stream, "I"), _number(stream, "Q")
+        kind, count = _read_number(stream, "I"), _read_number(stream, "Q")
     if kind == _STRING:
         for _ in range(count):
-            stream.seek(_number(stream, "Q"), 1)
+            stream.seek(_read_number(stream, "Q"), 1)
     else:
         stream.seek(count * struct.calcsize(_NUMBERS[kind]), 1)

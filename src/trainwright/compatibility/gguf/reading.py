@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainwright.compatibility.gguf.rope import FREQUENCIES, LONG, SHORT, read_rope
 from trainwright.errors import RequestError, TrainingError
-from trainwright.machine.cache import cache_in_words, cache_root, digest_of, remembered
+from trainwright.machine.cache import explain_cache_errors, find_cache_root, hash_file, look_up_digest
 from trainwright.machine.sharing import build_once
 from trainwright.models.configuration import NOT_MADE
 from trainwright.models.supported import check_supported
@@ -42,37 +42,37 @@ def convert_gguf(file: Path, key: str, notify: Callable[[str], None]) -> tuple[P
             ``key``.
     """
     _check_magic(file, key)
-    models = cache_root() / "models"
-    directory = models / f"{file.stem}-{_fingerprint(file, models)}"
+    models = find_cache_root() / "models"
+    directory = models / f"{file.stem}-{_compute_fingerprint(file, models)}"
 
     def make(path: Path) -> None:
         notify(f"converting {file.name} to safetensors, once (20 s for 135M parameters): {directory}")
         write_converted(file, path, key, notify)
 
     def find() -> str | None:
-        return _stored_precision(directory) if (directory / "config.json").exists() else None
+        return _read_stored_precision(directory) if (directory / "config.json").exists() else None
 
-    with cache_in_words(models):
+    with explain_cache_errors(models):
         return directory, build_once(directory, find, make)
 
 
-def sizes_by_type(file: Path) -> dict[int, int]:
+def sum_sizes_by_type(file: Path) -> dict[int, int]:
     """Return the bytes of the tensors of each type; raise RequestError if ``file`` is damaged."""
     from transformers.integrations.gguf.reader import GgufHeader
 
-    _metadata(file, "model.name")
+    _read_metadata(file, "model.name")
     sizes: dict[int, int] = {}
     for tensor in GgufHeader.from_file(str(file)).tensors:
         sizes[tensor.ggml_type] = sizes.get(tensor.ggml_type, 0) + tensor.nbytes
     return sizes
 
 
-def _fingerprint(file: Path, models: Path) -> str:
+def _compute_fingerprint(file: Path, models: Path) -> str:
     def digest() -> str:
-        content = digest_of(file, "blake2b")
+        content = hash_file(file, "blake2b")
         return hashlib.blake2b(f"{content}{CONVERTER}".encode(), digest_size=6).hexdigest()
 
-    return remembered(file, models, CONVERTER, digest)
+    return look_up_digest(file, models, CONVERTER, digest)
 
 
 def write_converted(file: Path, directory: Path, key: str, notify: Callable[[str], None] = lambda line: None) -> None:
@@ -93,8 +93,8 @@ def _write_converted(file: Path, directory: Path, key: str, notify: Callable[[st
 
     from trainwright.models.files import save_model
 
-    facts = _metadata(file, key)
-    config = _config(file, facts)
+    facts = _read_metadata(file, key)
+    config = _build_config(file, facts)
     check_supported(config.to_dict(), f"{key}: {file}")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -102,11 +102,11 @@ def _write_converted(file: Path, directory: Path, key: str, notify: Callable[[st
     dtype = torch.float32 if fp32_bytes <= MAX_FP32_BYTES else torch.bfloat16
     if dtype is torch.bfloat16:
         notify(f"{file.name} is stored as bf16: as fp32 it would take {fp32_bytes >> 30} GiB")
-    tokenizer = _tokenizer(file, facts, notify)
+    tokenizer = _load_tokenizer(file, facts, notify)
     if positions := getattr(config, "max_position_embeddings", None):
         tokenizer.model_max_length = positions
     generation = GenerationConfig.from_model_config(config)
-    save_model(directory, config, _tensors(file, model), tokenizer, generation, dtype)
+    save_model(directory, config, _iterate_tensors(file, model), tokenizer, generation, dtype)
 
 
 def _check_magic(file: Path, key: str) -> None:
@@ -121,7 +121,7 @@ def _check_magic(file: Path, key: str) -> None:
         )
 
 
-def _metadata(file: Path, key: str) -> dict[str, Any]:
+def _read_metadata(file: Path, key: str) -> dict[str, Any]:
     """Return the file's metadata; raise RequestError if it is damaged or its architecture cannot be converted."""
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
     from transformers.integrations.gguf.reader import GgufHeader, read_gguf_metadata
@@ -153,7 +153,7 @@ _ALSO_READ = {
 }
 
 
-def _config(file: Path, facts: dict[str, Any]) -> Any:
+def _build_config(file: Path, facts: dict[str, Any]) -> Any:
     import numpy as np
     from transformers import AutoConfig
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -172,10 +172,10 @@ def _config(file: Path, facts: dict[str, Any]) -> Any:
             fields.setdefault(name, value)
     if "rope_parameters" in names:
         fields.pop("rope_theta", None)
-        fields["rope_parameters"] = read_rope(facts, _scaling(file), fields["max_position_embeddings"])
+        fields["rope_parameters"] = read_rope(facts, _read_scaling(file), fields["max_position_embeddings"])
     if "query_pre_attn_scalar" in names:
         sizes = (fields[name] for name in ("num_hidden_layers", "num_attention_heads", "hidden_size", "head_dim"))
-        fields["query_pre_attn_scalar"] = query_scalar(facts["general.architecture"], *sizes)
+        fields["query_pre_attn_scalar"] = compute_query_scalar(facts["general.architecture"], *sizes)
 
     def intended(value: Any) -> Any:
         """Return the shortest decimal with the same fp32 value (1e-05): the file stores fp32 numbers."""
@@ -188,7 +188,7 @@ def _config(file: Path, facts: dict[str, Any]) -> Any:
     return AutoConfig.for_model(**intended(fields))
 
 
-def _scaling(file: Path) -> dict[str, torch.Tensor]:
+def _read_scaling(file: Path) -> dict[str, torch.Tensor]:
     """Return the tensors that scale the frequencies of rotary embeddings."""
     import torch
     from gguf import GGUFReader
@@ -197,14 +197,14 @@ def _scaling(file: Path) -> dict[str, torch.Tensor]:
     return {each.name: torch.tensor(each.data) for each in GGUFReader(file).tensors if each.name in names}
 
 
-def _tokenizer(file: Path, facts: dict[str, Any], notify: Callable[[str], None]) -> PreTrainedTokenizerFast:
+def _load_tokenizer(file: Path, facts: dict[str, Any], notify: Callable[[str], None]) -> PreTrainedTokenizerFast:
     from tokenizers import decoders, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(file.parent), gguf_file=file.name, local_files_only=True)
-    tokenizer = _of_the_file(tokenizer, facts["tokenizer.ggml.tokens"])
-    if facts.get("tokenizer.ggml.add_space_prefix") is False and adds_space(tokenizer):
+    tokenizer = _remove_extra_tokens(tokenizer, facts["tokenizer.ggml.tokens"])
+    if facts.get("tokenizer.ggml.add_space_prefix") is False and has_space_prefix(tokenizer):
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("\u2581", "never", split=False)
         parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
         tokenizer.backend_tokenizer.decoder = decoders.Sequence(parts)
@@ -220,7 +220,7 @@ def _tokenizer(file: Path, facts: dict[str, Any], notify: Callable[[str], None])
     return tokenizer
 
 
-def _of_the_file(tokenizer: PreTrainedTokenizerFast, size: int) -> PreTrainedTokenizerFast:
+def _remove_extra_tokens(tokenizer: PreTrainedTokenizerFast, size: int) -> PreTrainedTokenizerFast:
     """Remove tokens that transformers adds beyond the ``size`` of the file: the model has no embeddings for them."""
     import json
 
@@ -238,7 +238,7 @@ def _of_the_file(tokenizer: PreTrainedTokenizerFast, size: int) -> PreTrainedTok
     )
 
 
-def _tensors(file: Path, model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+def _iterate_tensors(file: Path, model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and fp32 values of each tensor, so that the whole model is never in memory.
 
     This is the loop of transformers' ``load_gguf_checkpoint``, which keeps all tensors in memory. Its
@@ -264,7 +264,7 @@ def _tensors(file: Path, model: PreTrainedModel) -> Iterator[tuple[str, torch.Te
     yield from gathered["tensors"].items()
 
 
-def _stored_precision(directory: Path) -> str:
+def _read_stored_precision(directory: Path) -> str:
     import json
 
     dtype = json.loads((directory / "config.json").read_text(encoding="utf-8"))["dtype"]
@@ -275,12 +275,12 @@ def _stored_precision(directory: Path) -> str:
 _LARGEST = {"gemma2": 46, "gemma3": 62}
 
 
-def query_scalar(architecture: str, layers: int, heads: int, width: int, head: int) -> float:
+def compute_query_scalar(architecture: str, layers: int, heads: int, width: int, head: int) -> float:
     """Return what llama.cpp takes for Gemma's ``query_pre_attn_scalar``."""
     return width / heads if layers == _LARGEST[architecture] else head
 
 
-def adds_space(tokenizer: PreTrainedTokenizerBase) -> bool:
+def has_space_prefix(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether a SentencePiece tokenizer adds a space before a text."""
     tokens = tokenizer.convert_ids_to_tokens(tokenizer("x", add_special_tokens=False).input_ids)
     return str(tokens[0]).startswith("\u2581")

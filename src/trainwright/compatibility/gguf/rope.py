@@ -42,37 +42,37 @@ def write_rope(config: PretrainedConfig, architecture: str) -> tuple[dict[str, A
         local = rope["sliding_attention"]
         settings["rope.freq_base_swa"] = float(local["rope_theta"])
         if local.get("rope_type", "default") != "default" or kind not in ("default", "linear"):
-            raise _refused(config, kind if kind not in ("default", "linear") else local["rope_type"])
+            raise _refuse_rope(config, kind if kind not in ("default", "linear") else local["rope_type"])
     if kind == "default":
         return settings, {}
     if kind == "linear":
         return settings | {"rope.scaling.type": "linear", "rope.scaling.factor": float(full["factor"])}, {}
     if kind == "yarn":
-        return settings | _yarn(config, full), {}
+        return settings | _build_yarn(config, full), {}
     if kind == "llama3" and architecture in _LLAMA3:
-        return settings, {FREQUENCIES: _llama3_factors(full, _rotated(config, full))}
+        return settings, {FREQUENCIES: _compute_llama3_factors(full, _count_rotated(config, full))}
     if kind == "longrope" and architecture in _LONGROPE:
-        return _longrope(config, full, settings)
-    raise _refused(config, kind)
+        return _build_longrope(config, full, settings)
+    raise _refuse_rope(config, kind)
 
 
-def _refused(config: PretrainedConfig, kind: str) -> RequestError:
+def _refuse_rope(config: PretrainedConfig, kind: str) -> RequestError:
     return RequestError(f"rope_type {kind} of a {config.model_type} cannot be written to a GGUF file")
 
 
-def _rotated(config: PretrainedConfig, rope: Mapping[str, Any]) -> int:
+def _count_rotated(config: PretrainedConfig, rope: Mapping[str, Any]) -> int:
     """Return the number of dimensions of a head that are rotated."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(head * rope.get("partial_rotary_factor", 1.0))
 
 
-def _yarn(config: PretrainedConfig, rope: Mapping[str, Any]) -> dict[str, Any]:
+def _build_yarn(config: PretrainedConfig, rope: Mapping[str, Any]) -> dict[str, Any]:
     usual = 0.1 * math.log(rope["factor"]) + 1.0
     attention = rope.get("attention_factor")
     if rope.get("mscale") or rope.get("mscale_all_dim") or not rope.get("truncate", True):
-        raise _refused(config, "yarn with mscale or without truncate")
+        raise _refuse_rope(config, "yarn with mscale or without truncate")
     if attention is not None and abs(attention - usual) > _SAME:
-        raise _refused(config, f"yarn with attention_factor {attention}")
+        raise _refuse_rope(config, f"yarn with attention_factor {attention}")
     settings = {
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": float(rope["factor"]),
@@ -82,7 +82,7 @@ def _yarn(config: PretrainedConfig, rope: Mapping[str, Any]) -> dict[str, Any]:
     return settings | {f"rope.scaling.yarn_{name}": float(value) for name, value in betas.items() if value is not None}
 
 
-def _longrope(
+def _build_longrope(
     config: PretrainedConfig, rope: Mapping[str, Any], settings: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     long, short = (torch.tensor(rope[name], dtype=torch.float32) for name in ("long_factor", "short_factor"))
@@ -101,7 +101,7 @@ def _longrope(
     return settings, {LONG: long, SHORT: short}
 
 
-def _llama3_factors(rope: Mapping[str, Any], rotated: int) -> torch.Tensor:
+def _compute_llama3_factors(rope: Mapping[str, Any], rotated: int) -> torch.Tensor:
     """Return what Llama 3's scaling divides each frequency of the base by."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -145,20 +145,20 @@ def read_rope(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], pos
         betas = {name: get(f"scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         rope |= {name: value for name, value in betas.items() if value is not None}
     elif FREQUENCIES in tensors:
-        rope |= _divided(tensors[FREQUENCIES], rope, rotated, positions)
+        rope |= _find_scaling(tensors[FREQUENCIES], rope, rotated, positions)
     if architecture != "gemma3":
         return rope
     local = {"rope_type": "default", "rope_theta": float(get("freq_base_swa") or _DEFAULT_BASE)}
     return {"full_attention": rope, "sliding_attention": local}
 
 
-def _divided(factors: torch.Tensor, rope: Mapping[str, Any], rotated: int, positions: int) -> dict[str, Any]:
+def _find_scaling(factors: torch.Tensor, rope: Mapping[str, Any], rotated: int, positions: int) -> dict[str, Any]:
     """Return Llama 3's scaling if it gives these factors, otherwise LongRoPE with the factors themselves."""
     usual: dict[str, Any] = {"rope_type": "llama3", "factor": float(factors.max())}
     usual |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     for exponent in range(6, 20):
         usual["original_max_position_embeddings"] = 2**exponent
-        if torch.allclose(_llama3_factors({**rope, **usual}, rotated), factors, rtol=_SAME):
+        if torch.allclose(_compute_llama3_factors({**rope, **usual}, rotated), factors, rtol=_SAME):
             return usual
     same = {"long_factor": factors.tolist(), "short_factor": factors.tolist()}
     return {

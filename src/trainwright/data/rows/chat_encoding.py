@@ -4,9 +4,9 @@ The whole conversation is rendered and tokenized once, exactly as at inference; 
 token is a target if any of its characters belong to a turn, which ``chat_turns`` locates. White space after the stop is
 not a target, and neither is text that the template appends to the end of a conversation: the model has stopped by then.
 
-``omissions`` finds the parts of a conversation that a template left out. The turns are compared with the rendered text,
-without white space, because templates trim and join texts. Each part of the text is counted for one turn only, so a
-short answer is not taken for part of another turn.
+``list_omissions`` finds the parts of a conversation that a template left out. The turns are compared with the rendered
+text, without white space, because templates trim and join texts. Each part of the text is counted for one turn only, so
+a short answer is not taken for part of another turn.
 
 Locate the assistant turns in the text that a chat template writes.
 
@@ -27,9 +27,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from trainwright.data.rows.chat_templates import ChatTemplate, arguments_in, fixed_date, install_template
-from trainwright.data.rows.formats import Message, TurnsError, arguments_of, names_in
-from trainwright.data.rows.tokenizer_calls import call_tokenizer, short_name
+from trainwright.data.rows.chat_templates import ChatTemplate, fix_date, install_template, list_arguments
+from trainwright.data.rows.formats import Message, TurnsError, list_tool_names, parse_arguments
+from trainwright.data.rows.tokenizer_calls import call_tokenizer, shorten_name
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, targets: str = "answers") -> None:
         self._targets = targets
-        self.name = short_name(tokenizer) or "(unnamed)"
+        self.name = shorten_name(tokenizer) or "(unnamed)"
         if not tokenizer.is_fast:
             raise RequestError(
                 f"the tokenizer {self.name} has no character offsets; use a fast tokenizer (tokenizer.json)"
@@ -68,12 +68,12 @@ class ChatEncoder:
         if note := install_template(tokenizer):
             self.notes.append(note)
         self._tokenizer = tokenizer
-        self._control = _control_pattern(tokenizer)
-        self._stripping = _stripping(tokenizer)
+        self._control = _compile_control_pattern(tokenizer)
+        self._stripping = _find_stripping_tokens(tokenizer)
         self._finders: dict[str, TurnFinder] = {}
         self._tried: set[str] = set()
         self._ways: dict[str, None] = {}  # settings with which the template writes what it leaves out
-        if not self._finder([]).stop:
+        if not self._choose_finder([]).stop:
             self.notes.append(f"the chat template of {self.name} writes no stop token after an assistant turn")
         if self._prompt_splits_token():
             self.notes.append(
@@ -84,7 +84,7 @@ class ChatEncoder:
     def _prompt_splits_token(self) -> bool:
         """Return whether the tokens of a prompt are not those with which the whole conversation begins."""
         turns: list[Message] = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "the"}]
-        template = self._finder([]).template
+        template = self._choose_finder([]).template
         try:
             (prompt,), (whole,) = template.render([turns[:1]], generation_prompt=True), template.render([turns])
             encoded = call_tokenizer(self._tokenizer, [prompt, whole], add_special_tokens=False)
@@ -96,7 +96,7 @@ class ChatEncoder:
     @property
     def stop(self) -> str:
         """Return the text that ends an assistant turn."""
-        return self._finder([]).stop
+        return self._choose_finder([]).stop
 
     def encode(
         self, conversations: Sequence[Sequence[Message]], remarks: Sequence[set[str]] | None = None
@@ -112,7 +112,7 @@ class ChatEncoder:
         """
         if not conversations:
             return []
-        located = self._located(conversations, remarks)
+        located = self._locate_turns(conversations, remarks)
         encoded = call_tokenizer(
             self._tokenizer,
             [one.text for one in located],
@@ -123,11 +123,11 @@ class ChatEncoder:
             verbose=False,
         )
         return [
-            (list(ids), self._targets_of(ids, offsets, one))
+            (list(ids), self._flag_targets(ids, offsets, one))
             for ids, offsets, one in zip(encoded["input_ids"], encoded["offset_mapping"], located, strict=True)
         ]
 
-    def _targets_of(self, ids: Sequence[int], offsets: Sequence[Span], located: LocatedTurns) -> list[bool]:
+    def _flag_targets(self, ids: Sequence[int], offsets: Sequence[Span], located: LocatedTurns) -> list[bool]:
         """Return which tokens of a conversation are targets."""
         if self._targets == "all":
             return [True] * len(ids)
@@ -137,7 +137,9 @@ class ChatEncoder:
         elif self._targets != "answers":
             matches = re.finditer(self._targets[1:-1], located.text)
             spans = [match.span(1 if match.re.groups else 0) for match in matches]
-        return _flags(self._exact(ids, offsets, located.text), [(begin, end) for begin, end in spans if begin < end])
+        return _flag_tokens(
+            self._trim_offsets(ids, offsets, located.text), [(begin, end) for begin, end in spans if begin < end]
+        )
 
     def prompts(self, conversations: Sequence[Sequence[Message]]) -> list[list[int]]:
         """Return the token ids of each conversation with the generation prompt appended.
@@ -149,20 +151,20 @@ class ChatEncoder:
             return []
         texts = []
         for index, conversation in enumerate(conversations):
-            finder = self._finder(conversation)
+            finder = self._choose_finder(conversation)
             try:
-                texts += finder.template.render([_prepared(conversation, finder)], generation_prompt=True)
+                texts += finder.template.render([_prepare_conversation(conversation, finder)], generation_prompt=True)
             except TurnsError as error:
                 raise TurnsError(str(error), index) from None
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         encoded = call_tokenizer(self._tokenizer, texts, **options)
         return [list(ids) for ids in encoded["input_ids"]]
 
-    def ways(self) -> list[str]:
+    def list_remedies(self) -> list[str]:
         """Return the settings that keep what the template left out of a row, or nothing if it left nothing out."""
         return [*self._ways, "another model.chat_template"] if self._tried else []
 
-    def _finder(self, conversation: Sequence[Message]) -> TurnFinder:
+    def _choose_finder(self, conversation: Sequence[Message]) -> TurnFinder:
         """Return what locates turns in the template of a conversation: tool_use, if it has tools and there is one."""
         tools = next((turn["tools"] for turn in conversation if "tools" in turn), None)
         try:
@@ -173,20 +175,20 @@ class ChatEncoder:
                 f"the tokenizer {self.name} has the chat templates {names} and no default; set model.chat_template"
             ) from None
         if text not in self._finders:
-            template = ChatTemplate(self._tokenizer, fixed_date(text, self.notes), self.name)
+            template = ChatTemplate(self._tokenizer, fix_date(text, self.notes), self.name)
             self._finders[text] = TurnFinder(template, self._control)
             self.notes = list(dict.fromkeys(self.notes))
         return self._finders[text]
 
-    def _located(
+    def _locate_turns(
         self, conversations: Sequence[Sequence[Message]], remarks: Sequence[set[str]] | None
     ) -> list[LocatedTurns]:
         located: dict[int, LocatedTurns] = {}
         by_finder: dict[TurnFinder, list[int]] = {}
         for index, conversation in enumerate(conversations):
-            by_finder.setdefault(self._finder(conversation), []).append(index)
+            by_finder.setdefault(self._choose_finder(conversation), []).append(index)
         for finder, indices in by_finder.items():
-            rows = [_prepared(conversations[index], finder) for index in indices]
+            rows = [_prepare_conversation(conversations[index], finder) for index in indices]
             try:
                 texts = finder.find(rows)
             except TurnsError as error:
@@ -196,12 +198,12 @@ class ChatEncoder:
                 self._check_tools(row, one.text, index)
                 if remarks is not None:
                     folded = len(row) < len(conversations[index])
-                    remarks[index].update(self._remarks(finder, row, one, folded=folded))
+                    remarks[index].update(self._list_remarks(finder, row, one, folded=folded))
         return [located[index] for index in range(len(conversations))]
 
     def _check_tools(self, conversation: list[Message], text: str, index: int) -> None:
         """Raise TurnsError if the template omits tools or tool calls, which the model would then not learn."""
-        for names, what in zip(names_in(conversation), ("tools", "calls of tools"), strict=True):
+        for names, what in zip(list_tool_names(conversation), ("tools", "calls of tools"), strict=True):
             if missing := next((name for name in names if name not in text), None):
                 raise TurnsError(
                     f"the chat template of {self.name} does not write {what}, such as {missing}; set "
@@ -209,7 +211,7 @@ class ChatEncoder:
                     index,
                 )
 
-    def _remarks(self, finder: TurnFinder, row: list[Message], located: LocatedTurns, *, folded: bool) -> set[str]:
+    def _list_remarks(self, finder: TurnFinder, row: list[Message], located: LocatedTurns, *, folded: bool) -> set[str]:
         remarks = set()
         if folded:
             remarks.add(
@@ -221,7 +223,7 @@ class ChatEncoder:
                 f"have answers that do not follow {located.prompt_only!r}, with which the generation prompt of "
                 f"{self.name} ends: the model generates after text that it is not trained on"
             )
-        for omission in self._omissions(finder, row, located.text):
+        for omission in self._list_omissions(finder, row, located.text):
             role = row[omission.turn]["role"]
             turns = "" if omission.what == "parts of tools" else f" in {role} turns"
             what = f"have {omission.what}{turns} that the chat template of {self.name} does not write"
@@ -231,8 +233,8 @@ class ChatEncoder:
             remarks.add(what)
         return remarks
 
-    def _omissions(self, finder: TurnFinder, row: list[Message], text: str) -> list[Omission]:
-        return omissions(row, text, lambda turn: finder.writes_name(row, turn))
+    def _list_omissions(self, finder: TurnFinder, row: list[Message], text: str) -> list[Omission]:
+        return list_omissions(row, text, lambda turn: finder.is_name_written(row, turn))
 
     def _try_ways(self, finder: TurnFinder, row: list[Message], omission: Omission) -> None:
         """Find the settings with which the template writes what it leaves out of a row."""
@@ -243,16 +245,16 @@ class ChatEncoder:
                 (text,) = template.render([conversation], arguments=arguments)
             except TurnsError:
                 return True
-            return omission in self._omissions(finder, conversation, text)
+            return omission in self._list_omissions(finder, conversation, text)
 
         if row[omission.turn]["role"] == "assistant" and not lacks(row[: omission.turn + 1]):
             self._ways["data.example_per_turn=true"] = None
-        for name in arguments_in(template.text):
+        for name in list_arguments(template.text):
             for value in (True, False):
                 if not lacks(row, **{name: value}):
                     self._ways[f"model.template_arguments.{name}={str(value).lower()}"] = None
 
-    def _exact(self, ids: Sequence[int], offsets: Sequence[Span], text: str) -> list[Span]:
+    def _trim_offsets(self, ids: Sequence[int], offsets: Sequence[Span], text: str) -> list[Span]:
         """Return the offsets without the white space that some special tokens swallow, which belongs to the turns."""
         if not self._stripping:
             return list(offsets)
@@ -265,7 +267,7 @@ class ChatEncoder:
         return exact
 
 
-def _prepared(conversation: Sequence[Message], finder: TurnFinder) -> list[Message]:
+def _prepare_conversation(conversation: Sequence[Message], finder: TurnFinder) -> list[Message]:
     """Return a conversation with its system text in the first user turn, if the template does not support it."""
     if not finder.folds_system or conversation[0]["role"] != "system":
         return list(conversation)
@@ -274,20 +276,20 @@ def _prepared(conversation: Sequence[Message], finder: TurnFinder) -> list[Messa
     return [{**system, **first, "content": text}, *rest]
 
 
-def _control_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
+def _compile_control_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
     """Return a pattern that matches special and added tokens, longest first."""
     tokens = {str(token) for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
     longest = sorted((token for token in tokens if token.strip()), key=lambda token: (-len(token), token))
     return re.compile("|".join(map(re.escape, longest)) or "(?!)")
 
 
-def _stripping(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def _find_stripping_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the added tokens that swallow the white space around them."""
     added = tokenizer.added_tokens_decoder.items()
     return {token for token, content in added if (content.lstrip or content.rstrip) and content.content.strip()}
 
 
-def _flags(offsets: Sequence[Span], turns: Sequence[Span]) -> list[bool]:
+def _flag_tokens(offsets: Sequence[Span], turns: Sequence[Span]) -> list[bool]:
     """Flag the tokens that overlap a turn; both sequences are in order.
 
     Each token is extended back to the end of the previous one: tokenizers exclude the space before a word from its
@@ -319,58 +321,58 @@ class _Piece(NamedTuple):
     text: str
 
 
-def omissions(conversation: Sequence[Message], text: str, writes_name: Callable[[int], bool]) -> list[Omission]:
+def list_omissions(conversation: Sequence[Message], text: str, writes_name: Callable[[int], bool]) -> list[Omission]:
     """Return what the rendered ``text`` of a conversation lacks, in the order of its turns.
 
     Args:
         writes_name: whether the template writes the name of a turn.
     """
-    remaining = _squeezed(text)
+    remaining = _squeeze_text(text)
     missing: list[Omission] = []
-    for piece in sorted(_pieces(conversation), key=lambda piece: -len(piece.text)):
+    for piece in sorted(_iterate_pieces(conversation), key=lambda piece: -len(piece.text)):
         parts = [piece]
-        if _END in piece.text and _without(remaining, piece.text) is None:  # the template may split it
+        if _END in piece.text and _remove_piece(remaining, piece.text) is None:  # the template may split it
             thought, _, answer = piece.text.rpartition(_END)
             parts = [piece._replace(what="reasoning", text=thought.replace(_BEGIN, "")), piece._replace(text=answer)]
         for part in parts:
-            rest = _without(remaining, part.text)
+            rest = _remove_piece(remaining, part.text)
             remaining = remaining if rest is None else rest
             missing += [Omission(part.what, part.turn)] if rest is None else []
     for index, turn in enumerate(conversation):
         missing += [Omission("a name", index)] if "name" in turn and not writes_name(index) else []
-        missing += [Omission("parts of tools", index)] if _lacks(_in_tools(turn), text) else []
-        missing += [Omission("arguments of calls", index)] if _lacks(_in_calls(turn), text) else []
+        missing += [Omission("parts of tools", index)] if _is_lacking(_iterate_tool_texts(turn), text) else []
+        missing += [Omission("arguments of calls", index)] if _is_lacking(_iterate_call_texts(turn), text) else []
     return sorted(missing, key=lambda omission: omission.turn)
 
 
-def _pieces(conversation: Sequence[Message]) -> Iterator[_Piece]:
+def _iterate_pieces(conversation: Sequence[Message]) -> Iterator[_Piece]:
     for index, turn in enumerate(conversation):
         for what in ("content", "reasoning"):
             if text := turn.get(what, "").strip():
                 yield _Piece(what, index, text)
 
 
-def _without(squeezed: str, piece: str) -> str | None:
+def _remove_piece(squeezed: str, piece: str) -> str | None:
     """Return a text without one occurrence of a piece, or None if it has none. Templates may write it as JSON."""
     piece = piece.strip()
     for form in (piece, json.dumps(piece, ensure_ascii=False)[1:-1], json.dumps(piece)[1:-1]):
-        if (part := _squeezed(form)) in squeezed:
+        if (part := _squeeze_text(form)) in squeezed:
             return squeezed.replace(part, "\0", 1) if part else squeezed
     return None
 
 
-def _lacks(texts: Iterator[str], text: str) -> bool:
+def _is_lacking(texts: Iterator[str], text: str) -> bool:
     """Return whether a text lacks one of ``texts``, as they are or as JSON."""
     squeezed = ""
     for each in texts:
         if each not in text:
-            squeezed = squeezed or _squeezed(text)
-            if _without(squeezed, each) is None:
+            squeezed = squeezed or _squeeze_text(text)
+            if _remove_piece(squeezed, each) is None:
                 return True
     return False
 
 
-def _in_tools(turn: Message) -> Iterator[str]:
+def _iterate_tool_texts(turn: Message) -> Iterator[str]:
     """Yield the names and the descriptions of the tools and their parameters."""
     for tool in turn.get("tools", ()):
         function = tool.get("function", tool)
@@ -383,23 +385,23 @@ def _in_tools(turn: Message) -> Iterator[str]:
                 yield each["description"]
 
 
-def _in_calls(turn: Message) -> Iterator[str]:
+def _iterate_call_texts(turn: Message) -> Iterator[str]:
     """Yield the names of the arguments of the calls, and their values that are texts."""
     for call in turn.get("tool_calls", ()):
-        for name, value in arguments_of(call).items():
+        for name, value in parse_arguments(call).items():
             yield name
-            yield from _texts_of(value)
+            yield from _iterate_texts(value)
 
 
-def _texts_of(value: Any) -> Iterator[str]:
+def _iterate_texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _texts_of(item)
+            yield from _iterate_texts(item)
 
 
-def _squeezed(text: str) -> str:
+def _squeeze_text(text: str) -> str:
     return "".join(text.split())
 
 
@@ -440,7 +442,7 @@ class TurnFinder:
         user, assistant = {"role": "user", "content": "Q"}, {"role": "assistant", "content": _PROBE}
         bare, prompted = template.render([[user]]), template.render([[user]], generation_prompt=True)
         self._prompts = bare != prompted
-        self._header = prompted[0][len(_common(bare[0], prompted[0])) :]
+        self._header = prompted[0][len(_find_common_prefix(bare[0], prompted[0])) :]
         after = template.render([[user, assistant]], generation_prompt=True)[0].partition(_PROBE)[2]
         # The text that closes a turn when another turn follows.
         self._closing = after.removesuffix(self._header) if self._header else after
@@ -453,7 +455,7 @@ class TurnFinder:
         except TurnsError:
             self.folds_system = True
 
-    def writes_name(self, row: list[Message], turn: int) -> bool:
+    def is_name_written(self, row: list[Message], turn: int) -> bool:
         """Return whether the template writes the names of turns such as this one of a row."""
         role = row[turn]["role"]
         if role not in self._named:
@@ -470,7 +472,7 @@ class TurnFinder:
         Raises:
             TurnsError: the template rejects a conversation, or its turns cannot be located.
         """
-        return self._marked(rows) if self.template.marked else self._located(rows)
+        return self._marked(rows) if self.template.marked else self._locate_turns(rows)
 
     def _marked(self, rows: list[list[Message]]) -> list[LocatedTurns]:
         located = []
@@ -478,9 +480,9 @@ class TurnFinder:
             text, ranges = self.template.render_marked(row, index)
             turns = [turn for turn, message in enumerate(row) if message["role"] == "assistant"]
             if len(ranges) != len(turns):
-                raise self._not_located(index, f"{len(turns)} turns, {len(ranges)} marked as generated")
+                raise self._refuse_turns(index, f"{len(turns)} turns, {len(ranges)} marked as generated")
             trained = [(turn, span) for turn, span in zip(turns, ranges, strict=True) if row[turn].get("target", True)]
-            prompts = self._prompts_of([row[:turn] for turn, _ in trained])
+            prompts = self._render_prompts([row[:turn] for turn, _ in trained])
             located.append(
                 LocatedTurns(
                     text,
@@ -490,7 +492,7 @@ class TurnFinder:
             )
         return located
 
-    def _prompts_of(self, befores: list[list[Message]]) -> list[str]:
+    def _render_prompts(self, befores: list[list[Message]]) -> list[str]:
         """Return the generation prompts after conversations, or nothing if the template rejects one without answer."""
         try:
             return self.template.render(befores, generation_prompt=True) if befores and self._prompts else []
@@ -505,7 +507,7 @@ class TurnFinder:
             return start, start + len(turn)
         return start, end + self._stop(text[end:], last=False)
 
-    def _located(self, rows: list[list[Message]]) -> list[LocatedTurns]:
+    def _locate_turns(self, rows: list[list[Message]]) -> list[LocatedTurns]:
         texts = self.template.render(rows)
         places = [
             (index, turn)
@@ -521,22 +523,24 @@ class TurnFinder:
             prompts = self.template.render([rows[index][:turn] for index, turn in places], generation_prompt=True)
         except TurnsError as error:
             raise TurnsError(str(error), places[error.index][0]) from None
-        probes = self._probes([_replaced(rows[index], turn) for index, turn in places])
+        probes = self._render_probes([_replace_turn(rows[index], turn) for index, turn in places])
         for (index, turn), prompt, probe in zip(places, prompts, probes, strict=True):
             text, row = texts[index], rows[index]
-            span = self._span(text, prompt, probe, last=turn == len(row) - 1) or self._up_to(text, prompt, row, turn)
+            span = self._span(text, prompt, probe, last=turn == len(row) - 1) or self._locate_up_to(
+                text, prompt, row, turn
+            )
             if span is None:
-                raise self._not_located(index, f"turn {turn} is not in the rendered text")
+                raise self._refuse_turns(index, f"turn {turn} is not in the rendered text")
             spans[index].append(span)
             prompt_only[index] = prompt_only[index] or self._prompt_only(text, prompt)
         return [LocatedTurns(*one) for one in zip(texts, spans, prompt_only, strict=True)]
 
-    def _probes(self, replaced: list[list[Message]]) -> list[str]:
+    def _render_probes(self, replaced: list[list[Message]]) -> list[str]:
         """Return the text of each conversation with a probe, or "" if the template rejects it."""
         try:
             return self.template.render(replaced)
         except TurnsError:
-            return [self._probes([one])[0] if len(replaced) > 1 else "" for one in replaced]
+            return [self._render_probes([one])[0] if len(replaced) > 1 else "" for one in replaced]
 
     def _span(self, text: str, prompt: str, probe: str, *, last: bool) -> Span | None:
         """Return the range of a turn, from the text with a probe as its content."""
@@ -551,22 +555,22 @@ class TurnFinder:
         """Return the offset at which the model starts to write: after the generation prompt, or at the content."""
         if self._prompts and text.startswith(prompt):
             return len(prompt)
-        shared = len(_common(text, before))
+        shared = len(_find_common_prefix(text, before))
         if shared < len(before) and not before[shared:].isspace():
-            return self._shared(text, prompt)
+            return self._count_shared(text, prompt)
         # Without a generation prompt, the model writes the space between the user's turn and the answer.
         bare = before.rstrip()
         return min(shared, len(bare)) if not self._prompts and bare.endswith(prompt[-_TAIL:]) else shared
 
-    def _shared(self, text: str, prompt: str) -> int | None:
+    def _count_shared(self, text: str, prompt: str) -> int | None:
         """Return how much of the generation prompt precedes an answer, if the text before the prompt's header does."""
         if self._header and text.startswith(prompt.removesuffix(self._header)) and prompt.endswith(self._header):
-            length = len(_common(text, prompt))
+            length = len(_find_common_prefix(text, prompt))
             inside = (match.start() for match in self._control.finditer(prompt) if match.start() < length < match.end())
             return next(inside, length)
         return None
 
-    def _up_to(self, text: str, prompt: str, row: list[Message], turn: int) -> Span | None:
+    def _locate_up_to(self, text: str, prompt: str, row: list[Message], turn: int) -> Span | None:
         """Return the range of a turn that calls tools or reasons, from the rendering of the turns up to it."""
         if not {"tool_calls", "reasoning"} & row[turn].keys():
             return None
@@ -580,24 +584,24 @@ class TurnFinder:
         body = until.removesuffix(self._header)[begin:].rstrip()
         if not text.startswith(until[:begin]):  # later turns change earlier ones: keep those of the next user
             next_user = next((at for at in range(turn, len(row)) if row[at]["role"] == "user"), len(row))
-            (probe,) = self._probes([[*_replaced(row[: turn + 1], turn), *row[next_user:]]])
+            (probe,) = self._render_probes([[*_replace_turn(row[: turn + 1], turn), *row[next_user:]]])
             start = self._start(text, prompt, probe.partition(_PROBE)[0]) if _PROBE in probe else None
         return (start, start + len(body)) if start is not None and body and text.startswith(body, start) else None
 
     def _prompt_only(self, text: str, prompt: str) -> str:
         """Return the end of the generation prompt that the text lacks although all before the header is the same."""
-        shared = self._shared(text, prompt) if self._prompts else None
+        shared = self._count_shared(text, prompt) if self._prompts else None
         return "" if shared is None else prompt[shared:]
 
     def _stop(self, after: str, *, last: bool) -> int:
         """Return how many characters of ``after``, the text after a turn's content, belong to its stop."""
-        closing = after if last and self._prompts else _common(after, self._closing)
+        closing = after if last and self._prompts else _find_common_prefix(after, self._closing)
         if match := self._control.search(closing):
             return match.end()
         # Text that only starts like the closing belongs to the next turn.
         return len(closing.rstrip()) if last or closing == self._closing else 0
 
-    def _not_located(self, index: int, why: str) -> TurnsError:
+    def _refuse_turns(self, index: int, why: str) -> TurnsError:
         return TurnsError(
             f"the chat template of {self.template.name}: the turns cannot be located ({why}); set model.chat_template "
             "to one that marks them with {% generation %}",
@@ -605,11 +609,11 @@ class TurnFinder:
         )
 
 
-def _common(one: str, other: str) -> str:
+def _find_common_prefix(one: str, other: str) -> str:
     """Return the common prefix of two texts."""
     length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
     return min(one, other, key=len) if length is None else one[:length]
 
 
-def _replaced(conversation: list[Message], turn: int) -> list[Message]:
+def _replace_turn(conversation: list[Message], turn: int) -> list[Message]:
     return [*conversation[:turn], {"role": "assistant", "content": _PROBE}, *conversation[turn + 1 :]]

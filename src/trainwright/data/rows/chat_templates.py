@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.rows.formats import Message, TurnsError, arguments_of
+from trainwright.data.rows.formats import Message, TurnsError, parse_arguments
 from trainwright.errors import RequestError
-from trainwright.recipe.files import missing_file, read_text
-from trainwright.utils.paths import user_path
-from trainwright.utils.text import they
+from trainwright.recipe.files import describe_missing_file, read_text
+from trainwright.utils.paths import expand_user_path
+from trainwright.utils.text import format_clause
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -58,10 +58,10 @@ def install_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
     if tokenizer.chat_template is not None:
         return None
     if {"<|im_start|>", "<|im_end|>"} <= tokenizer.get_vocab().keys():
-        tokenizer.chat_template = named_template("chatml")
+        tokenizer.chat_template = read_template("chatml")
         return "the tokenizer has no chat template: ChatML is used, because it has ChatML tokens"
     end = "eos_token" if tokenizer.eos_token is not None else "''"
-    tokenizer.chat_template = _opening(tokenizer) + _PLAIN.replace("END", end)
+    tokenizer.chat_template = _format_opening(tokenizer) + _PLAIN.replace("END", end)
     return "the tokenizer has no chat template: plain 'User:' and 'Assistant:' lines are used"
 
 
@@ -72,28 +72,28 @@ def set_template(tokenizer: PreTrainedTokenizerBase, setting: str) -> None:
     that add one.
 
     Raises:
-        RequestError: as `template_of`.
+        RequestError: as `resolve_template`.
     """
-    opening = _opening(tokenizer) if setting in _OF_TEXTS else ""
-    tokenizer.chat_template = opening + template_of(setting)
+    opening = _format_opening(tokenizer) if setting in _OF_TEXTS else ""
+    tokenizer.chat_template = opening + resolve_template(setting)
 
 
-def _opening(tokenizer: PreTrainedTokenizerBase) -> str:
+def _format_opening(tokenizer: PreTrainedTokenizerBase) -> str:
     begins = tokenizer.bos_token is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     return "{{ bos_token }}" if begins else ""
 
 
-def template_names() -> list[str]:
+def list_templates() -> list[str]:
     """Return the names of the templates that come with the product: those of families of models."""
     return sorted(file.stem for file in _NAMED.glob("*.jinja"))
 
 
-def named_template(name: str) -> str:
+def read_template(name: str) -> str:
     """Return the template of a name."""
     return (_NAMED / f"{name}.jinja").read_text(encoding="utf-8")
 
 
-def fixed_date(template: str, notes: list[str]) -> str:
+def fix_date(template: str, notes: list[str]) -> str:
     """Return the template with a fixed date if it writes the current one; add a line about it to ``notes``."""
     if "strftime_now" not in template:
         return template
@@ -101,7 +101,7 @@ def fixed_date(template: str, notes: list[str]) -> str:
     return _DATE + template
 
 
-def with_defaults(template: str, arguments: Mapping[str, Any]) -> str:
+def set_defaults(template: str, arguments: Mapping[str, Any]) -> str:
     """Return the template with default values for some of its variables; callers may still pass others."""
     # Jinja has the names true, false and none.
     literals = {name: "none" if value is None else json.dumps(value) for name, value in arguments.items()}
@@ -112,7 +112,7 @@ def with_defaults(template: str, arguments: Mapping[str, Any]) -> str:
     return defaults + template  # the line break after a tag is not written
 
 
-def template_of(setting: str) -> str:
+def resolve_template(setting: str) -> str:
     """Return the template that ``model.chat_template`` sets: a name, a text or a file.
 
     Raises:
@@ -121,14 +121,14 @@ def template_of(setting: str) -> str:
     from jinja2 import TemplateSyntaxError
 
     where, text = "model.chat_template", setting
-    if setting in template_names():
-        return named_template(setting)
+    if setting in list_templates():
+        return read_template(setting)
     if "{" not in setting:
-        file = user_path(setting)
+        file = expand_user_path(setting)
         if not file.is_file():
             raise RequestError(
-                f"{where}: it is not a Jinja template, not one of {', '.join(template_names())}, and "
-                f"{missing_file(file)}"
+                f"{where}: it is not a Jinja template, not one of {', '.join(list_templates())}, and "
+                f"{describe_missing_file(file)}"
             )
         try:
             text = read_text(file)
@@ -136,13 +136,13 @@ def template_of(setting: str) -> str:
             raise RequestError(f"{where}: {error}") from None
         where = f"{where}: {file}"
     try:
-        _syntax().compile(text)
+        _build_syntax().compile(text)
     except TemplateSyntaxError as error:
         raise RequestError(f"{where}, line {error.lineno}: {error.message}") from error
     return text
 
 
-def _syntax() -> Environment:
+def _build_syntax() -> Environment:
     """Return the syntax of templates, with the tags that transformers adds; it renders none."""
     from jinja2 import Environment, nodes
     from jinja2.ext import Extension, loopcontrols
@@ -158,11 +158,11 @@ def _syntax() -> Environment:
     return Environment(extensions=[loopcontrols, Generation])
 
 
-def arguments_in(template: str) -> list[str]:
+def list_arguments(template: str) -> list[str]:
     """Return the names of the variables that a template reads besides the conversation, such as enable_thinking."""
     from jinja2 import meta, nodes
 
-    parsed = _syntax().parse(template)
+    parsed = _build_syntax().parse(template)
     # A variable that a branch sets counts as undeclared; it is one of the template's own if nothing tests for it.
     tested = (each.node for each in (*parsed.find_all(nodes.Test), *parsed.find_all(nodes.Filter)))
     tested_names = {node.name for node in tested if isinstance(node, nodes.Name)}
@@ -211,10 +211,12 @@ class ChatTemplate:
                 add_generation_prompt=generation_prompt,
                 **(arguments or {}),
             )
-            return _with_tools(apply, _tools(some[0]))
+            return _render_with_tools(apply, _find_tools(some[0]))
 
         try:
-            if any(_tools(one) for one in conversations):  # tools belong to one conversation, so render one at a time
+            if any(
+                _find_tools(one) for one in conversations
+            ):  # tools belong to one conversation, so render one at a time
                 return [text for one in conversations for text in render([one])]
             return list(render(conversations))
         except Exception as error:  # a template may raise anything; find the conversation that fails
@@ -222,8 +224,8 @@ class ChatTemplate:
                 try:
                     render([conversation])
                 except Exception as one:
-                    raise self._refusal(str(one) or repr(one), index) from None
-            raise self._refusal(str(error), 0) from None
+                    raise self._refuse_conversation(str(one) or repr(one), index) from None
+            raise self._refuse_conversation(str(error), 0) from None
 
     def render_marked(self, row: Sequence[Message], index: int) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of a conversation, and the range of each turn that the template marks.
@@ -243,9 +245,9 @@ class ChatTemplate:
                 return_assistant_tokens_mask=True,
                 **variables,
             )
-            (text,), (ranges,) = _with_tools(apply, _tools(row))
+            (text,), (ranges,) = _render_with_tools(apply, _find_tools(row))
         except Exception as error:
-            raise self._refusal(str(error) or repr(error), index) from None
+            raise self._refuse_conversation(str(error) or repr(error), index) from None
         return text, ranges
 
     def _try_forms(self, conversations: Sequence[Sequence[Message]]) -> None:
@@ -254,7 +256,7 @@ class ChatTemplate:
             return
         for conversation in conversations:
             calls = [call for turn in conversation for call in turn.get("tool_calls", ())]
-            objects = [value for call in calls if (value := arguments_of(call))]
+            objects = [value for call in calls if (value := parse_arguments(call))]
             if not objects:  # nothing to tell the forms apart
                 continue
             texts: list[str | None] = []
@@ -283,16 +285,16 @@ class ChatTemplate:
 
     def _call(self, call: dict[str, Any]) -> dict[str, Any]:
         function = call["function"]
-        value = function["arguments"] if self._as_json else arguments_of(call)
+        value = function["arguments"] if self._as_json else parse_arguments(call)
         if self._as_json and not isinstance(value, str):
             value = json.dumps(value, ensure_ascii=False)
         return {**call, "function": {**function, "arguments": value}}
 
-    def _refusal(self, why: str, index: int) -> TurnsError:
+    def _refuse_conversation(self, why: str, index: int) -> TurnsError:
         return TurnsError(f"the chat template of {self.name} rejects the conversation: {why}", index)
 
 
-def _with_tools(apply: Callable[..., Any], tools: list[Any] | None) -> Any:
+def _render_with_tools(apply: Callable[..., Any], tools: list[Any] | None) -> Any:
     """Render with tools as the row has them or, if the template rejects bare functions, within the outer object."""
     try:
         return apply(tools=tools)
@@ -303,7 +305,7 @@ def _with_tools(apply: Callable[..., Any], tools: list[Any] | None) -> Any:
         return apply(tools=standard)
 
 
-def _tools(conversation: Sequence[Message]) -> list[Any] | None:
+def _find_tools(conversation: Sequence[Message]) -> list[Any] | None:
     return next((turn["tools"] for turn in conversation if "tools" in turn), None)
 
 
@@ -326,10 +328,12 @@ class Remarks:
 
     def lines(self) -> list[str]:
         """Return a line for each remark, with the number of rows and the first one."""
-        return [f"{they(count, 'row', what)} (first: {self._first[what]})" for what, count in self._counts.items()]
+        return [
+            f"{format_clause(count, 'row', what)} (first: {self._first[what]})" for what, count in self._counts.items()
+        ]
 
 
-def to_keep(ways: Sequence[str], *, accepted: bool) -> list[str]:
+def describe_remedies(ways: Sequence[str], *, accepted: bool) -> list[str]:
     """Return the line with the settings that keep what a chat template leaves out, unless the user accepts that."""
     if accepted or not ways:
         return []

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from itertools import dropwhile
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trainwright.data.rows.layouts import MARKED, SINGLE, RowLayout, layout_of
-from trainwright.data.sources.row_files import CONTENTS, Row, kind_of, not_text, text_of
+from trainwright.data.rows.layouts import MARKED, SINGLE, RowLayout, choose_layout
+from trainwright.data.sources.row_files import CONTENTS, Row, describe_not_text, describe_type, join_texts
 from trainwright.errors import RequestError
 from trainwright.recipe.extensions import load
 from trainwright.recipe.registries import ROW_KINDS
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from trainwright.recipe.sections.data import RowSettings
 
 
-# {"role": str, "content": str}, with "target": False if it is not trained on, "tool_calls" as from ``calls_of``, and
+# {"role": str, "content": str}, with "target": False if it is not trained on, "tool_calls" as from ``read_calls``, and
 # "name" and "tool_call_id" for tool turns; the first turn of a conversation holds its "tools", if any.
 Message: TypeAlias = dict[str, Any]
 Example: TypeAlias = list[Message] | str
@@ -98,7 +98,7 @@ class RowReader:
         """Return the layout of a source's rows; raise RequestError, with ``where`` they are, if they fit none."""
         before = "" if where is None else f"{where}: "
         try:
-            layout = layout_of(columns, first_rows, settings, self.layouts)
+            layout = choose_layout(columns, first_rows, settings, self.layouts)
         except RequestError as error:
             raise RequestError(f"{before}{error}") from None
         if self.extra is None:
@@ -110,7 +110,7 @@ class RowReader:
             )
         return RowLayout(layout, layout.columns, (*layout.extra, self.extra), layout.settings)
 
-    def narrowing(
+    def build_narrowing(
         self, settings: RowSettings, columns: Sequence[str], first_rows: Sequence[Row]
     ) -> Callable[[Row], Row]:
         """Return a function that reduces rows to the columns and the keys of turns that are used.
@@ -118,7 +118,7 @@ class RowReader:
         The values of other keys of turns become text, so that they do not differ in type.
         """
         layout = self.layout(columns, first_rows, settings)
-        return functools.partial(_only_used, layout)
+        return functools.partial(_select_used, layout)
 
     def sequences(self, row: Row, layout: RowLayout, remarks: Counter[str] | None = None) -> list[tuple[int, Example]]:
         """Return a row as ``(role, text or conversation)`` of each sequence of its example, or examples: see ``split``.
@@ -128,12 +128,12 @@ class RowReader:
         """
         converted = self.convert(row, layout, remarks)
         columns = [column for column in layout.used if column != layout.column("tools") and layout not in MARKED]
-        if remarks is not None and (more := unread_fields(row, columns)):
+        if remarks is not None and (more := list_unread_fields(row, columns)):
             remarks[f"have fields in their turns that are not used: {', '.join(more)}"] += 1
         return converted
 
 
-def _only_used(layout: RowLayout, row: Row) -> Row:
+def _select_used(layout: RowLayout, row: Row) -> Row:
     def used(turn: Any) -> Any:
         if not isinstance(turn, dict):
             return turn
@@ -149,15 +149,15 @@ def _only_used(layout: RowLayout, row: Row) -> Row:
     }
 
 
-def one_sequence(row: Row, layout: RowLayout, remarks: Counter[str] | None) -> list[tuple[int, Example]]:
+def to_single_sequence(row: Row, layout: RowLayout, remarks: Counter[str] | None) -> list[tuple[int, Example]]:
     """Return a row as the role and the content of the only sequence of an example."""
     return [(0, to_example(row, layout, remarks))]
 
 
-EXAMPLES = RowReader("examples", SINGLE, one_sequence)
+EXAMPLES = RowReader("examples", SINGLE, to_single_sequence)
 
 
-def kind_of_rows(recipe: RecipeSchema, key: str = "data.train") -> RowReader:
+def look_up_reader(recipe: RecipeSchema, key: str = "data.train") -> RowReader:
     """Return the reader of the rows at ``key`` for the recipe's task; raise RequestError if it cannot be made."""
     name = recipe.spec.rows(recipe, key)
     # A module:Name is the task's own, which was imported with it.
@@ -167,16 +167,16 @@ def kind_of_rows(recipe: RecipeSchema, key: str = "data.train") -> RowReader:
     return kind if isinstance(kind, RowReader) else kind(recipe)
 
 
-def by_turn(sequences: list[tuple[int, Example]]) -> list[list[tuple[int, Example]]]:
+def split_by_turn(sequences: list[tuple[int, Example]]) -> list[list[tuple[int, Example]]]:
     """Return one example for each turn of a conversation that is a target, with the turns before it as its prompt."""
     role, example = sequences[0]
     if isinstance(example, str) or len(sequences) > 1:  # a text, or answers to compare
         return [sequences]
     answers = [at for at, turn in enumerate(example) if turn["role"] == "assistant" and turn.get("target", True)]
-    return [[(role, [*as_prompt(example[:at]), example[at]])] for at in answers]
+    return [[(role, [*to_prompt(example[:at]), example[at]])] for at in answers]
 
 
-def as_prompt(turns: Sequence[Message]) -> list[Message]:
+def to_prompt(turns: Sequence[Message]) -> list[Message]:
     """Return turns that are not trained on."""
     return [{**turn, "target": False} if turn["role"] == "assistant" else turn for turn in turns]
 
@@ -194,15 +194,15 @@ def to_example(row: Row, layout: str, remarks: Counter[str] | None = None) -> Ex
     """
     layout = layout if isinstance(layout, RowLayout) else RowLayout(layout)
     if layout == "text":
-        return answer_field(row, layout.column("text"))
+        return read_answer_field(row, layout.column("text"))
     changes: set[str] = set()
-    messages = conversation(_BUILDERS[layout](row, layout), row, changes, layout)
+    messages = complete_conversation(_BUILDERS[layout](row, layout), row, changes, layout)
     if remarks is not None:
         remarks.update(changes)
     return messages
 
 
-def conversation(messages: list[Message], row: Row, remarks: set[str], layout: RowLayout) -> list[Message]:
+def complete_conversation(messages: list[Message], row: Row, remarks: set[str], layout: RowLayout) -> list[Message]:
     """Complete the ``messages`` of a ``row``: add its system text, join turns, check the order, and mark targets.
 
     Args:
@@ -225,15 +225,15 @@ def conversation(messages: list[Message], row: Row, remarks: set[str], layout: R
             messages = [{"role": "system", "content": system}, *messages]
         elif messages[0]["content"].strip() != system.strip():
             remarks.add(f"have a separate system turn, so the column {column} is not used")
-    messages = _joined(_from_the_user_on(messages, remarks), remarks)
+    messages = _join_turns(_trim_to_user(messages, remarks), remarks)
     _check_order(messages)
     _skip_empty(messages, remarks)
-    if tools := tools_of(row, layout.column("tools")):
+    if tools := read_tools(row, layout.column("tools")):
         messages = [{**messages[0], "tools": tools}, *messages[1:]]
     return messages
 
 
-def _joined(messages: list[Message], remarks: set[str]) -> list[Message]:
+def _join_turns(messages: list[Message], remarks: set[str]) -> list[Message]:
     """Join consecutive turns of one role, except tool turns, which each answer one call."""
     joined: list[Message] = messages[:1]
     for message in messages[1:]:
@@ -256,7 +256,7 @@ def _joined(messages: list[Message], remarks: set[str]) -> list[Message]:
     return joined
 
 
-def _from_the_user_on(messages: list[Message], remarks: set[str]) -> list[Message]:
+def _trim_to_user(messages: list[Message], remarks: set[str]) -> list[Message]:
     start = next((at for at, message in enumerate(messages) if message["role"] != "system"), len(messages))
     end = start
     while end < len(messages) and messages[end]["role"] == "assistant":
@@ -279,89 +279,92 @@ def _skip_empty(messages: list[Message], remarks: set[str]) -> None:
         remarks.add("have an empty assistant turn among others; it is not trained on")
 
 
-def _prompt_completion(row: Row, layout: RowLayout) -> list[Message]:
+def _build_prompt_completion(row: Row, layout: RowLayout) -> list[Message]:
     prompt_column, completion_column = layout.column("prompt"), layout.column("completion")
     if isinstance(row.get(prompt_column), list) and not isinstance(row.get(completion_column), str):
-        prompt, completion = turns_field(row, prompt_column), turns_field(row, completion_column)
+        prompt, completion = read_turns_field(row, prompt_column), read_turns_field(row, completion_column)
     elif isinstance(row.get(prompt_column), list):
-        prompt = turns_field(row, prompt_column)
-        completion = [{"role": "assistant", "content": answer_field(row, completion_column)}]
+        prompt = read_turns_field(row, prompt_column)
+        completion = [{"role": "assistant", "content": read_answer_field(row, completion_column)}]
     else:
-        return _pair(text_field(row, prompt_column), answer_field(row, completion_column))
+        return _build_pair(read_text_field(row, prompt_column), read_answer_field(row, completion_column))
     for message in prompt:
         if message["role"] == "assistant":
             message["target"] = False
     return prompt + completion
 
 
-def _question_answer(row: Row, layout: RowLayout) -> list[Message]:
+def _build_question_answer(row: Row, layout: RowLayout) -> list[Message]:
     fields = ("instruction", "output") if layout == "instruction" else ("question", "answer")
     question_column, answer_column = (layout.column(field) for field in fields)
     if layout.settings.prompt is not None:
-        return _pair(_prompt_of(row, layout), answer_field(row, answer_column))
-    return _pair(with_input(row, layout, text_field(row, question_column)), answer_field(row, answer_column))
+        return _build_pair(_fill_prompt(row, layout), read_answer_field(row, answer_column))
+    return _build_pair(
+        add_input(row, layout, read_text_field(row, question_column)), read_answer_field(row, answer_column)
+    )
 
 
 _BUILDERS = {
-    "messages": lambda row, layout: turns_field(row, layout.column("messages")),
-    "conversations": lambda row, layout: turns_field(row, layout.column("conversations")),
-    "prompt_completion": _prompt_completion,
-    "instruction": _question_answer,
-    "question_answer": _question_answer,
+    "messages": lambda row, layout: read_turns_field(row, layout.column("messages")),
+    "conversations": lambda row, layout: read_turns_field(row, layout.column("conversations")),
+    "prompt_completion": _build_prompt_completion,
+    "instruction": _build_question_answer,
+    "question_answer": _build_question_answer,
 }
 
 
-def _pair(user: str, assistant: str) -> list[Message]:
+def _build_pair(user: str, assistant: str) -> list[Message]:
     return [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
 
 
-def _prompt_of(row: Row, layout: RowLayout) -> str:
+def _fill_prompt(row: Row, layout: RowLayout) -> str:
     """Return the user's turn that the settings make of a row's columns."""
     settings, more = layout.settings, row.get(layout.column("input"))
     template = settings.prompt
     if settings.prompt_without_input is not None and (more is None or not str(more).strip()):
         template = settings.prompt_without_input
     assert template is not None
-    return template.format_map({name: _value(row, column) for name, column in layout.prompt_columns.items()})
+    return template.format_map({name: _read_value(row, column) for name, column in layout.prompt_columns.items()})
 
 
-def _value(row: Row, column: str) -> str:
+def _read_value(row: Row, column: str) -> str:
     value = row.get(column)
     if isinstance(value, list | dict):
-        raise RequestError(f"the field {column} should be text, not {kind_of(value)}")
+        raise RequestError(f"the field {column} should be text, not {describe_type(value)}")
     return "" if value is None else str(value)
 
 
-def with_input(row: Row, layout: RowLayout, question: str) -> str:
+def add_input(row: Row, layout: RowLayout, question: str) -> str:
     """Append the optional input text of the row to a question."""
     field = layout.column("input")
     more = row.get(field)
     if more is not None and not isinstance(more, str):
-        raise RequestError(f"the field {field} should be text, not {kind_of(more)}")
+        raise RequestError(f"the field {field} should be text, not {describe_type(more)}")
     return f"{question}\n\n{more}" if more and more.strip() else question
 
 
-def answer_field(row: Row, field: str) -> str:
-    """Return a text field that is trained on; raise NoTarget if it is empty, otherwise as ``text_field``."""
+def read_answer_field(row: Row, field: str) -> str:
+    """Return a text field that is trained on; raise NoTarget if it is empty, otherwise as ``read_text_field``."""
     value = row.get(field)
     if isinstance(value, str) and not value.strip():
         raise NoTarget("the text is empty" if field == "text" else _EMPTY)
     if value is None:
         raise RequestError(
-            f"the field {field} is missing; it has {names_of(row)}: fill it in, remove the row, or set it to an empty "
+            f"the field {field} is missing; it has {format_names(row)}: fill it in, remove the row, or set it to an "
+            "empty "
             "text to skip and count the row"
         )
-    return text_field(row, field)
+    return read_text_field(row, field)
 
 
-def text_field(row: Row, field: str) -> str:
+def read_text_field(row: Row, field: str) -> str:
     """Return a text field of the row; raise RequestError if it is missing, empty or not text."""
     value = row.get(field)
     if value is None:
-        raise RequestError(f"the field {field} is missing; it has {names_of(row)}")
+        raise RequestError(f"the field {field} is missing; it has {format_names(row)}")
     if not isinstance(value, str):
         quoted = "; put it in quotes" if isinstance(value, int | float) else ""
-        raise RequestError(f"the field {field} should be text, not {kind_of(value)}{quoted}")
+        raise RequestError(f"the field {field} should be text, not {describe_type(value)}{quoted}")
     if not value.strip():
         raise RequestError(f"the field {field} is empty; fill it in or remove the row")
     return value
@@ -384,19 +387,19 @@ def _check_order(messages: list[Message]) -> None:
         before = role
 
 
-def turns_field(row: Row, field: str) -> list[Message]:
+def read_turns_field(row: Row, field: str) -> list[Message]:
     """Return a field of the row as a list of turns with normalized roles; raise RequestError if it is not one."""
     value = row.get(field)
     if value is None:
-        raise RequestError(f"the field {field} is missing; it has {names_of(row)}")
-    items = _listed(value, field)
+        raise RequestError(f"the field {field} is missing; it has {format_names(row)}")
+    items = _list_turns(value, field)
     if not isinstance(items, list) or not items:
-        what = "an empty list" if items == [] else kind_of(items)
+        what = "an empty list" if items == [] else describe_type(items)
         raise RequestError(f"the field {field} should be a list of turns, not {what}")
-    return [_turn(item, f"{field}[{index}]") for index, item in enumerate(items)]
+    return [_parse_turn(item, f"{field}[{index}]") for index, item in enumerate(items)]
 
 
-def transcript(text: str) -> list[Message] | None:
+def parse_transcript(text: str) -> list[Message] | None:
     """Return the turns of a text with ``Human: …`` and ``Assistant: …`` paragraphs, or None if it has none."""
     text = text.strip()
     if not text.startswith("Human:") or "\n\nAssistant:" not in text:
@@ -405,13 +408,13 @@ def transcript(text: str) -> list[Message] | None:
     turns = list(zip(parts[::2], parts[1::2], strict=True))
     if not turns[-1][1].strip():  # a prompt that ends with the name of the next speaker
         turns = turns[:-1]
-    return [_turn({"role": role, "content": text.strip()}, role) for role, text in turns]
+    return [_parse_turn({"role": role, "content": text.strip()}, role) for role, text in turns]
 
 
-def _listed(value: Any, field: str) -> Any:
+def _list_turns(value: Any, field: str) -> Any:
     """Return a list of turns given as JSON text, as a single turn, or as an object of lists (Arrow format)."""
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
-        return _listed(_parsed(value, field), field)
+        return _list_turns(_parse_turns(value, field), field)
     if not isinstance(value, dict):
         return value
     lists = {key: item for key, item in value.items() if isinstance(item, list)}
@@ -420,7 +423,7 @@ def _listed(value: Any, field: str) -> Any:
     return [dict(zip(lists, items, strict=True)) for items in zip(*lists.values(), strict=True)]
 
 
-def _parsed(text: str, field: str) -> Any:
+def _parse_turns(text: str, field: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -430,9 +433,11 @@ def _parsed(text: str, field: str) -> Any:
         ) from None
 
 
-def _turn(item: Any, location: str) -> Message:
+def _parse_turn(item: Any, location: str) -> Message:
     if not isinstance(item, dict):
-        raise RequestError(f"{location} should be an object with role and content, not {kind_of(item)}; {_A_TURN}")
+        raise RequestError(
+            f"{location} should be an object with role and content, not {describe_type(item)}; {_A_TURN}"
+        )
     raw_role = item.get("role") if item.get("role") is not None else item.get("from")
     content = item.get("content") if item.get("content") is not None else item.get("value")
     call = item.get("function_call")  # OpenAI's API before tools; JSON text from a row file
@@ -440,17 +445,17 @@ def _turn(item: Any, location: str) -> Message:
         item = {**item, "tool_calls": f"[{call}]" if isinstance(call, str) else [call]}
     if raw_role is None or (content is None and not item.get("tool_calls")):
         missing = "role (or from)" if raw_role is None else "content (or value)"
-        raise RequestError(f"{location} has no {missing}; it has {names_of(item)}; {_A_TURN}")
+        raise RequestError(f"{location} has no {missing}; it has {format_names(item)}; {_A_TURN}")
     if str(raw_role).lower() in _CALLS:
-        return {"role": "assistant", "content": "", "tool_calls": calls_of_content(content, location)}
+        return {"role": "assistant", "content": "", "tool_calls": read_content_calls(content, location)}
     role = _ROLES.get(str(raw_role).lower())
     if role is None:
         choices = ", ".join((*_ROLES, *_CALLS))
         raise RequestError(f"{location} has the unknown role {raw_role!r}; choose from {choices}")
-    calls = calls_of(item, location)
+    calls = read_calls(item, location)
     if calls and role != "assistant":
         raise RequestError(f"{location} is a {role} turn with tool_calls; only assistant turns may have them")
-    text = _text_of_content("" if content is None else content, location)
+    text = _read_content("" if content is None else content, location)
     # An empty system turn is valid: it disables the default of some models. An empty answer is not a target.
     if not text.strip() and role not in ("system", "assistant"):
         raise RequestError(f"{location}, a {role} turn, is empty; fill it in or remove the row")
@@ -458,17 +463,17 @@ def _turn(item: Any, location: str) -> Message:
     for key in ("name", "tool_call_id") if role == "tool" else ("name",):
         if isinstance(item.get(key), str) and item[key]:
             message[key] = item[key]
-    if role == "assistant" and (reasoning := _reasoning_of(item, location)):
+    if role == "assistant" and (reasoning := _read_reasoning(item, location)):
         message["reasoning"] = reasoning
     return {**message, "target": False} if role == "assistant" and not _is_trained_on(item, location) else message
 
 
-def _reasoning_of(item: Row, location: str) -> str:
+def _read_reasoning(item: Row, location: str) -> str:
     """Return the reasoning of an assistant turn, or ""; raise RequestError if two fields of it differ."""
     fields = {key: item[key] for key in _REASONING if item.get(key) not in (None, "")}
     for key, value in fields.items():
         if not isinstance(value, str):
-            raise RequestError(f"{location} has {key} that should be text, not {kind_of(value)}")
+            raise RequestError(f"{location} has {key} that should be text, not {describe_type(value)}")
     texts = list(dict.fromkeys(text for text in fields.values() if text.strip()))
     if len(texts) > 1:
         raise RequestError(f"{location} has {' and '.join(fields)}, which differ; keep one of them")
@@ -483,48 +488,49 @@ def _is_trained_on(item: Row, location: str) -> bool:
     return all(flags.values())
 
 
-def _text_of_content(content: Any, location: str) -> str:
+def _read_content(content: Any, location: str) -> str:
     if isinstance(content, str):
         return content
     if isinstance(content, list):
-        if (text := text_of(content)) is not None:
+        if (text := join_texts(content)) is not None:
             return text
-        raise RequestError(f"{location}.content {not_text(content)}")
-    raise RequestError(f"{location} has content that should be text, not {kind_of(content)}")
+        raise RequestError(f"{location}.content {describe_not_text(content)}")
+    raise RequestError(f"{location} has content that should be text, not {describe_type(content)}")
 
 
-def unread_fields(row: Row, columns: Iterable[str]) -> list[str]:
+def list_unread_fields(row: Row, columns: Iterable[str]) -> list[str]:
     """Return the keys of the turns in ``columns`` that are not read."""
     turns = (turn for column in columns if isinstance(row.get(column), list) for turn in row[column])
     fields = (key for turn in turns if isinstance(turn, dict) for key, value in turn.items() if value is not None)
     return [key for key in dict.fromkeys(fields) if key not in _READ and key not in _TRAINED]
 
 
-def names_of(row: Row) -> str:
+def format_names(row: Row) -> str:
     """Return the names of the fields that are not null, for messages."""
     return ", ".join(name for name, value in row.items() if value is not None) or "no fields"
 
 
-def as_row(messages: Sequence[Row]) -> Row:
+def to_row(messages: Sequence[Row]) -> Row:
     """Return a row of the layout ``messages``, with the tools next to the turns."""
     tools = [tool for turn in messages for tool in turn.get("tools", ())]
     turns = [{key: value for key, value in turn.items() if key != "tools"} for turn in messages]
     return {"messages": turns, "tools": tools} if tools else {"messages": turns}
 
 
-def tools_of(row: Row, field: str = "tools") -> list[Any]:
+def read_tools(row: Row, field: str = "tools") -> list[Any]:
     """Return the tools of a row, or an empty list; raise RequestError if they are not a list of objects."""
-    return _objects(row.get(field), f"the field {field}")
+    return _parse_objects(row.get(field), f"the field {field}")
 
 
-def calls_of(turn: Row, location: str) -> list[Any]:
+def read_calls(turn: Row, location: str) -> list[Any]:
     """Return the calls of a turn, with arguments as the row has them; raise RequestError if they are invalid."""
     return [
-        _call(call, f"{location}.tool_calls[{i}]") for i, call in enumerate(_objects(turn.get("tool_calls"), location))
+        _parse_call(call, f"{location}.tool_calls[{i}]")
+        for i, call in enumerate(_parse_objects(turn.get("tool_calls"), location))
     ]
 
 
-def calls_of_content(content: Any, location: str) -> list[Any]:
+def read_content_calls(content: Any, location: str) -> list[Any]:
     """Return the calls of a ShareGPT ``function_call`` turn."""
     try:
         parsed = json.loads(content) if isinstance(content, str) else content
@@ -537,24 +543,24 @@ def calls_of_content(content: Any, location: str) -> list[Any]:
         )
     calls = parsed if isinstance(parsed, list) else [parsed]
     # As text, values of null stay: the writer has put them there.
-    return calls_of({"tool_calls": json.dumps(calls) if isinstance(content, str) else calls}, location)
+    return read_calls({"tool_calls": json.dumps(calls) if isinstance(content, str) else calls}, location)
 
 
-def arguments_of(call: Row) -> dict[str, Any]:
-    """Return the arguments of a call from ``calls_of`` as an object."""
+def parse_arguments(call: Row) -> dict[str, Any]:
+    """Return the arguments of a call from ``read_calls`` as an object."""
     value = call["function"]["arguments"]
     parsed: dict[str, Any] = json.loads(value) if isinstance(value, str) else value
     return parsed
 
 
-def names_in(turns: Sequence[Row]) -> tuple[list[str], list[str]]:
+def list_tool_names(turns: Sequence[Row]) -> tuple[list[str], list[str]]:
     """Return the names of the tools of a conversation, and of the tools that it calls."""
     tools = [tool.get("function", tool).get("name") for turn in turns for tool in turn.get("tools", ())]
     calls = [call["function"]["name"] for turn in turns for call in turn.get("tool_calls", ())]
     return [name for name in tools if isinstance(name, str)], calls
 
 
-def _objects(value: Any, location: str) -> list[Any]:
+def _parse_objects(value: Any, location: str) -> list[Any]:
     if value is None or value == "":
         return []
     objects = value
@@ -564,13 +570,13 @@ def _objects(value: Any, location: str) -> list[Any]:
         except (ValueError, RecursionError) as error:
             raise RequestError(f"{location}: tools and calls must be JSON: {error}") from None
     else:
-        objects = _without_null(value)  # columns of objects have every key in each of them
+        objects = _drop_nulls(value)  # columns of objects have every key in each of them
     if not isinstance(objects, list) or not all(isinstance(item, dict) for item in objects):
-        raise RequestError(f"{location}: tools and calls must be a list of objects, not {kind_of(objects)}")
+        raise RequestError(f"{location}: tools and calls must be a list of objects, not {describe_type(objects)}")
     return objects
 
 
-def _call(call: Row, location: str) -> Row:
+def _parse_call(call: Row, location: str) -> Row:
     function = call.get("function", call)
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str) or not name:
@@ -582,12 +588,12 @@ def _call(call: Row, location: str) -> Row:
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{location}.arguments are not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise RequestError(f"{location}.arguments should be an object, not {kind_of(value)}")
+        raise RequestError(f"{location}.arguments should be an object, not {describe_type(value)}")
     identity = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
     return {**identity, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _without_null(value: Any) -> Any:
+def _drop_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _without_null(item) for key, item in value.items() if item is not None}
-    return [_without_null(item) for item in value] if isinstance(value, list) else value
+        return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
+    return [_drop_nulls(item) for item in value] if isinstance(value, list) else value

@@ -139,17 +139,17 @@ class RowLayout(str):
         return ", ".join(f"{column} as {field}" for column, field in self.renamed.items())
 
 
-def columns_of(rows: Iterable[Row]) -> list[str]:
+def list_columns(rows: Iterable[Row]) -> list[str]:
     """Return the names of the columns of rows, in the order in which they occur."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
-def columns_not_used(columns: Sequence[str]) -> str:
+def describe_unused_columns(columns: Sequence[str]) -> str:
     """Return the message about columns that examples do not use."""
     return f"not used: the column{'s' if len(columns) > 1 else ''} {', '.join(columns)}"
 
 
-def layout_of(
+def choose_layout(
     columns: Sequence[str], first_rows: Sequence[Row], settings: RowSettings, layouts: Sequence[str] = SINGLE
 ) -> RowLayout:
     """Return the layout of a source's rows: the one that is set, or the detected one of ``layouts`` if that is auto.
@@ -160,11 +160,11 @@ def layout_of(
     Raises:
         RequestError: the columns do not fit the layout, or no layout is recognized.
     """
-    fields = _fields_of(settings, columns)
+    fields = _map_fields(settings, columns)
     named = [fields.get(column, "" if column in settings.columns else column) for column in columns]
     rows = [{fields.get(column, column): value for column, value in row.items()} for row in first_rows]
     if settings.prompt is not None or settings.prompt_without_input is not None:
-        layout = _with_prompt(named, settings, layouts)
+        layout = _build_prompt_layout(named, settings, layouts)
     elif settings.format == "auto" or not isinstance(settings.format, str):
         among = layouts if settings.format == "auto" else [name for name in settings.format if name in layouts]
         layout = detect_format([name for name in named if name], rows, among)
@@ -182,7 +182,7 @@ def layout_of(
     return layout
 
 
-def _fields_of(settings: RowSettings, columns: Sequence[str]) -> dict[str, str]:
+def _map_fields(settings: RowSettings, columns: Sequence[str]) -> dict[str, str]:
     """Return the fields of the columns that data.columns maps; raise RequestError for unknown fields and columns."""
     known = {*(field for fields in (*REQUIRED.values(), *_OPTIONAL.values()) for field in fields), *_OF_CONVERSATIONS}
     for field, column in settings.columns.items():
@@ -193,18 +193,18 @@ def _fields_of(settings: RowSettings, columns: Sequence[str]) -> dict[str, str]:
     return {column: field for field, column in settings.columns.items()}
 
 
-def _with_prompt(columns: Sequence[str], settings: RowSettings, layouts: Sequence[str]) -> RowLayout:
+def _build_prompt_layout(columns: Sequence[str], settings: RowSettings, layouts: Sequence[str]) -> RowLayout:
     """Return the layout of rows whose user turn is made by data.prompt: only the answer is matched."""
     formats = {settings.format} if isinstance(settings.format, str) else {*settings.format}
     if "question_answer" not in layouts or not formats & {"auto", "question_answer", "instruction"}:
         raise RequestError("data.prompt: is for rows of a question and one answer; remove it")
-    answer = _named(("answer", *_ANSWER_NAMES), columns)
+    answer = _find_column(("answer", *_ANSWER_NAMES), columns)
     if answer is None:
         raise RequestError(
             f"data.prompt: no column is the answer; the rows have {', '.join(columns)}; name it with data.columns, "
             "such as {answer: gold}"
         )
-    return _with_optional("question_answer", {"question": "", "answer": answer}, columns)
+    return _add_optional_fields("question_answer", {"question": "", "answer": answer}, columns)
 
 
 def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layouts: Sequence[str] = SINGLE) -> RowLayout:
@@ -218,9 +218,9 @@ def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layout
     ]
     for name in layouts:
         if name in fitting:
-            return _with_optional(name, {field: field for field in REQUIRED[name]}, columns)
+            return _add_optional_fields(name, {field: field for field in REQUIRED[name]}, columns)
     elsewhere = next((f"{name} rows, for {_TRAINED_BY[name]}" for name in fitting if name in _TRAINED_BY), None)
-    if elsewhere is None and (layout := _by_other_names(columns, first_rows, layouts)):
+    if elsewhere is None and (layout := _find_by_other_names(columns, first_rows, layouts)):
         return layout
     choices = "; ".join(f"{name}: {' and '.join(REQUIRED[name])}" for name in layouts)
     reason = f"the rows have the fields {', '.join(columns)}, which match no known layout ({choices})"
@@ -235,19 +235,19 @@ def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layout
 
 def check_format(columns: Sequence[str], name: str) -> RowLayout:
     """Return the layout ``name`` for ``columns``; raise RequestError if a required column is missing."""
-    matches = _matched(name, columns)
+    matches = _match_columns(name, columns)
     if missing := [field for field in REQUIRED[name] if field not in matches]:
         raise RequestError(
             f"data.format {name} needs the field {' and '.join(missing)}; the rows have {', '.join(columns)}"
         )
-    return _with_optional(name, matches, columns)
+    return _add_optional_fields(name, matches, columns)
 
 
-def _by_other_names(columns: Sequence[str], first_rows: Sequence[Row], layouts: Sequence[str]) -> RowLayout | None:
+def _find_by_other_names(columns: Sequence[str], first_rows: Sequence[Row], layouts: Sequence[str]) -> RowLayout | None:
     for name in ("preference", "messages", "question_answer", "text"):
         if name not in layouts:
             continue
-        matches = _matched(name, columns)
+        matches = _match_columns(name, columns)
         if not {*REQUIRED[name]} <= {*matches} or not _are_filled(
             first_rows, [matches[field] for field in REQUIRED[name]]
         ):
@@ -255,38 +255,40 @@ def _by_other_names(columns: Sequence[str], first_rows: Sequence[Row], layouts: 
         if name == "messages" and not any(_is_turns(row.get(matches["messages"])) for row in first_rows):
             continue
         if name == "text" and any(
-            _named(names, columns) for names in (_QUESTION_NAMES[:-2], (*_ANSWER_NAMES, *_SUMMARIES))
+            _find_column(names, columns) for names in (_QUESTION_NAMES[:-2], (*_ANSWER_NAMES, *_SUMMARIES))
         ):
             return None  # one half of a question and answer
         if name == "question_answer" and matches["question"].lower() == "instruction" and "instruction" in layouts:
             matches = {"instruction": matches["question"], "output": matches["answer"]}
             name = "instruction"
-        return _with_optional(name, matches, columns)
+        return _add_optional_fields(name, matches, columns)
     return None
 
 
-def _matched(name: str, columns: Sequence[str]) -> dict[str, str]:
+def _match_columns(name: str, columns: Sequence[str]) -> dict[str, str]:
     """Return the columns found for the required fields of a layout, each column for one field."""
     matches: dict[str, str] = {}
     for field in REQUIRED[name]:
         unmatched = [column for column in columns if column not in matches.values()]
-        if column := _named((field, *_OTHER_NAMES.get(field, ())), unmatched):
+        if column := _find_column((field, *_OTHER_NAMES.get(field, ())), unmatched):
             matches[field] = column
     return matches
 
 
-def _with_optional(name: str, matches: Mapping[str, str], columns: Sequence[str]) -> RowLayout:
+def _add_optional_fields(name: str, matches: Mapping[str, str], columns: Sequence[str]) -> RowLayout:
     fields = dict(matches)
     taken = set(matches.values())
     for field in (*_OPTIONAL.get(name, ()), *(() if name in PLAIN else _OF_CONVERSATIONS)):
-        column = _named((field, *_OTHER_NAMES.get(field, ())), [column for column in columns if column not in taken])
+        column = _find_column(
+            (field, *_OTHER_NAMES.get(field, ())), [column for column in columns if column not in taken]
+        )
         if column or field in taken:
             fields[field] = column or ""
             taken.add(fields[field])
     return RowLayout(name, fields)
 
 
-def _named(names: Sequence[str], columns: Sequence[str]) -> str | None:
+def _find_column(names: Sequence[str], columns: Sequence[str]) -> str | None:
     """Return the column with the first of ``names``; an exact match is preferred to one that ignores case."""
     lower = {column.lower(): column for column in reversed(columns)}
     return next((name if name in columns else lower[name] for name in names if name in lower), None)

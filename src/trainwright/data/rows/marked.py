@@ -15,10 +15,10 @@ from collections.abc import Iterable, Sequence
 from itertools import compress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trainwright.data.rows.formats import EXAMPLES, NoTarget, RowReader, one_sequence
+from trainwright.data.rows.formats import EXAMPLES, NoTarget, RowReader, to_single_sequence
 from trainwright.data.rows.layouts import MARKED, RowLayout
 from trainwright.data.rows.tokenizer_calls import call_tokenizer
-from trainwright.data.sources.row_files import Row, kind_of
+from trainwright.data.sources.row_files import Row, describe_type
 from trainwright.errors import RequestError
 
 if TYPE_CHECKING:
@@ -32,41 +32,41 @@ Marked: TypeAlias = tuple[tuple[str | tuple[int, ...], bool], ...]
 _NOT_A_TARGET = -100
 
 
-def _one_sequence(row: Row, layout: RowLayout, remarks: Counter[str] | None) -> list[tuple[int, Any]]:
+def _to_single_sequence(row: Row, layout: RowLayout, remarks: Counter[str] | None) -> list[tuple[int, Any]]:
     if layout not in MARKED:
-        return one_sequence(row, layout, remarks)
-    parts = _segments(row, layout.column("segments")) if layout == "segments" else _tokens(row, layout)
+        return to_single_sequence(row, layout, remarks)
+    parts = _read_segments(row, layout.column("segments")) if layout == "segments" else _read_tokens(row, layout)
     if not any(target for _, target in parts):
         raise NoTarget("no part of it is marked as a target")
     return [(0, parts)]
 
 
 # Rows of any layout with one sequence each.
-ANY_EXAMPLES = RowReader(EXAMPLES.name, (*EXAMPLES.layouts, *MARKED), _one_sequence)
+ANY_EXAMPLES = RowReader(EXAMPLES.name, (*EXAMPLES.layouts, *MARKED), _to_single_sequence)
 
 
-def _segments(row: Row, field: str) -> Marked:
+def _read_segments(row: Row, field: str) -> Marked:
     segments = row.get(field)
     if not isinstance(segments, list) or not segments:
-        what = "an empty list" if segments == [] else kind_of(segments)
+        what = "an empty list" if segments == [] else describe_type(segments)
         raise RequestError(f'the field {field} should be a list of {{"text": "…", "label": true}}, not {what}')
-    return tuple(_segment(segment, f"{field}[{index}]") for index, segment in enumerate(segments))
+    return tuple(_read_segment(segment, f"{field}[{index}]") for index, segment in enumerate(segments))
 
 
-def _segment(segment: Any, location: str) -> tuple[str, bool]:
+def _read_segment(segment: Any, location: str) -> tuple[str, bool]:
     if not isinstance(segment, dict):
-        raise RequestError(f"{location} should be an object with text and label, not {kind_of(segment)}")
+        raise RequestError(f"{location} should be an object with text and label, not {describe_type(segment)}")
     text, label = segment.get("text"), segment.get("label")
     if not isinstance(text, str):
-        raise RequestError(f"{location}.text should be text, not {kind_of(text)}")
+        raise RequestError(f"{location}.text should be text, not {describe_type(text)}")
     if not isinstance(label, bool):
         raise RequestError(f"{location}.label should be true if the text is a target, otherwise false")
     return text, label
 
 
-def _tokens(row: Row, layout: RowLayout) -> Marked:
+def _read_tokens(row: Row, layout: RowLayout) -> Marked:
     column = layout.column("input_ids")
-    ids = _numbers(row, column)
+    ids = _read_numbers(row, column)
     if not ids:
         raise RequestError(f"the field {column} should be a list of token ids, not empty")
     if min(ids) < 0:
@@ -76,7 +76,7 @@ def _tokens(row: Row, layout: RowLayout) -> Marked:
         name = layout.column(field)
         if row.get(name) is None:
             continue
-        marks = _numbers(row, name)
+        marks = _read_numbers(row, name)
         if len(marks) != len(ids):
             raise RequestError(f"{name} has {len(marks):,} numbers for the {len(ids):,} tokens of {column}")
         marked = present if field == "attention_mask" else flags
@@ -87,29 +87,34 @@ def _tokens(row: Row, layout: RowLayout) -> Marked:
     return tuple((ids[at:end], flags[at]) for at, end in zip(begins, [*begins[1:], len(ids)], strict=True))
 
 
-def _numbers(row: Row, field: str) -> tuple[int, ...]:
+def _read_numbers(row: Row, field: str) -> tuple[int, ...]:
     values = row.get(field)
     if not isinstance(values, list):
-        raise RequestError(f"the field {field} should be a list of whole numbers, not {kind_of(values)}")
+        raise RequestError(f"the field {field} should be a list of whole numbers, not {describe_type(values)}")
     if (at := next((at for at, value in enumerate(values) if not isinstance(value, int)), None)) is not None:
-        odd = repr(values[at]) if isinstance(values[at], float) else kind_of(values[at])
+        odd = repr(values[at]) if isinstance(values[at], float) else describe_type(values[at])
         raise RequestError(f"{field}[{at}] should be a whole number, not {odd}")
     return tuple(map(int, values))
 
 
-def _label(value: int, token: int, location: str) -> bool:
+def _parse_label(value: int, token: int, location: str) -> bool:
     if value not in (token, _NOT_A_TARGET):
         raise RequestError(f"{location} is {value}, and the token {token}; a label is its token or {_NOT_A_TARGET}")
     return value == token
 
 
-def _mask(value: int, token: int, location: str) -> bool:
+def _parse_mask(value: int, token: int, location: str) -> bool:
     if value not in (0, 1):
         raise RequestError(f"{location} is {value}; expected 0 or 1")
     return value == 1
 
 
-_MARKS = {"labels": _label, "completion_mask": _mask, "assistant_masks": _mask, "attention_mask": _mask}
+_MARKS = {
+    "labels": _parse_label,
+    "completion_mask": _parse_mask,
+    "assistant_masks": _parse_mask,
+    "attention_mask": _parse_mask,
+}
 
 
 class MarkedEncoder:
@@ -127,10 +132,10 @@ class MarkedEncoder:
     def encode(self, rows: Sequence[Marked], remarks: Sequence[set[str]] | None = None) -> list[Encoded]:
         """Return ``(ids, targets)`` of each row; ``remarks`` collects nothing, as rows are not changed."""
         texts = list(dict.fromkeys(part for row in rows for part, _ in row if isinstance(part, str)))
-        ids: dict[Any, Sequence[int]] = dict(zip(texts, self._ids(texts), strict=True)) if texts else {}
+        ids: dict[Any, Sequence[int]] = dict(zip(texts, self._encode_texts(texts), strict=True)) if texts else {}
         return [self._encoded((ids.get(part, part), target) for part, target in row) for row in rows]
 
-    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+    def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
         encoded = call_tokenizer(
             self._tokenizer, texts, add_special_tokens=False, return_attention_mask=False, verbose=False
         )
@@ -143,6 +148,6 @@ class MarkedEncoder:
             targets += [target or self._all] * len(part)
         return ids, targets
 
-    def ways(self) -> list[str]:
+    def list_remedies(self) -> list[str]:
         """Return nothing: every part is encoded."""
         return []

@@ -19,18 +19,18 @@ from trainwright.data.rows.formats import (
     Message,
     NoTarget,
     RowReader,
-    answer_field,
-    as_prompt,
-    conversation,
-    one_sequence,
-    text_field,
+    add_input,
+    complete_conversation,
+    parse_transcript,
+    read_answer_field,
+    read_text_field,
+    read_turns_field,
     to_example,
-    transcript,
-    turns_field,
-    with_input,
+    to_prompt,
+    to_single_sequence,
 )
 from trainwright.data.rows.layouts import SINGLE, RowLayout
-from trainwright.data.sources.row_files import Row, kind_of
+from trainwright.data.sources.row_files import Row, describe_type
 from trainwright.errors import RequestError
 
 # The role of a sequence: the better or the worse answer; for labelled rows, a good or a bad answer.
@@ -46,7 +46,7 @@ def to_sequences(row: Row, layout: RowLayout, remarks: Counter[str] | None) -> l
         return list(to_pair(row, remarks, layout))
     if layout == "labelled":
         return list(to_labelled(row, remarks, layout))
-    return one_sequence(row, layout, remarks)
+    return to_single_sequence(row, layout, remarks)
 
 
 PAIRS = RowReader("pairs", ("preference",), to_sequences)
@@ -66,11 +66,11 @@ def to_pair(
         NoTarget: an answer is empty, or both are the same.
         RequestError: a field is missing or of the wrong type, or the two do not answer the same prompt.
     """
-    prompt, answers = _prompt_and_answers(row, layout)
+    prompt, answers = _split_prompt_and_answers(row, layout)
     if answers[0] == answers[1]:
         raise NoTarget(_SAME)
     changes: set[str] = set()
-    pair = [conversation([*map(dict, prompt), *answer], row, changes, layout) for answer in answers]
+    pair = [complete_conversation([*map(dict, prompt), *answer], row, changes, layout) for answer in answers]
     if remarks is not None:
         remarks.update(changes)
     return list(zip((CHOSEN, REJECTED), pair, strict=True))
@@ -89,41 +89,41 @@ def to_labelled(
     if isinstance(label, bool):
         role = CHOSEN if label else REJECTED
     if role is None:
-        shown = repr(label) if isinstance(label, str) else kind_of(label)
+        shown = repr(label) if isinstance(label, str) else describe_type(label)
         raise RequestError(f"the field label should be true or false, not {shown}")
     messages = to_example(row, RowLayout("prompt_completion", layout.columns, settings=layout.settings), remarks)
     assert not isinstance(messages, str)
     return [(role, messages)]
 
 
-def _prompt_and_answers(row: Row, layout: RowLayout) -> tuple[list[Message], tuple[list[Message], list[Message]]]:
+def _split_prompt_and_answers(row: Row, layout: RowLayout) -> tuple[list[Message], tuple[list[Message], list[Message]]]:
     sides = (layout.column("chosen"), layout.column("rejected"))
-    kinds = {side: kind_of(row[side]) for side in sides if row.get(side) is not None}
+    kinds = {side: describe_type(row[side]) for side in sides if row.get(side) is not None}
     if len(set(kinds.values())) == 2:
         chosen_kind, rejected_kind = kinds.values()
         raise RequestError(f"{sides[0]} is {chosen_kind} and {sides[1]} is {rejected_kind}; use one format for both")
     texts = [row.get(side) for side in sides]
-    written = [transcript(text) if isinstance(text, str) else None for text in texts]
+    written = [parse_transcript(text) if isinstance(text, str) else None for text in texts]
     if isinstance(texts[0], str) and not all(written):
-        answers = [[{"role": "assistant", "content": answer_field(row, side)}] for side in sides]
-        return _prompt(row, layout), (answers[0], answers[1])
-    chosen, rejected = (turns or turns_field(row, side) for turns, side in zip(written, sides, strict=True))
+        answers = [[{"role": "assistant", "content": read_answer_field(row, side)}] for side in sides]
+        return _read_prompt(row, layout), (answers[0], answers[1])
+    chosen, rejected = (turns or read_turns_field(row, side) for turns, side in zip(written, sides, strict=True))
     if chosen[0]["role"] == rejected[0]["role"] == "assistant":
-        return _prompt(row, layout), (chosen, rejected)
+        return _read_prompt(row, layout), (chosen, rejected)
     common = sum(1 for _ in takewhile(lambda turns: turns[0] == turns[1], zip(chosen, rejected, strict=False)))
     _check_beginning(row, layout, dict(zip(sides, (chosen, rejected), strict=True)), common)
-    return as_prompt(chosen[:common]), (chosen[common:], rejected[common:])
+    return to_prompt(chosen[:common]), (chosen[common:], rejected[common:])
 
 
-def _prompt(row: Row, layout: RowLayout) -> list[Message]:
+def _read_prompt(row: Row, layout: RowLayout) -> list[Message]:
     field = layout.column("prompt")
     prompt = row.get(field)
     if isinstance(prompt, dict) and isinstance(prompt.get("messages"), list) and not prompt.get("tools"):
-        return as_prompt(turns_field(prompt, "messages"))  # OpenAI's format
+        return to_prompt(read_turns_field(prompt, "messages"))  # OpenAI's format
     if isinstance(prompt, list):
-        return as_prompt(turns_field(row, field))
-    text = with_input(row, layout, text_field(row, field))
-    return as_prompt(transcript(text) or [{"role": "user", "content": text}])
+        return to_prompt(read_turns_field(row, field))
+    text = add_input(row, layout, read_text_field(row, field))
+    return to_prompt(parse_transcript(text) or [{"role": "user", "content": text}])
 
 
 def _check_beginning(row: Row, layout: RowLayout, sides: Mapping[str, Sequence[Message]], common: int) -> None:
@@ -147,10 +147,10 @@ def _check_beginning(row: Row, layout: RowLayout, sides: Mapping[str, Sequence[M
     if not prompt or column in ("messages", "conversations"):  # these two often hold the whole conversation
         return
     if isinstance(prompt, str):
-        parsed = transcript(prompt)
+        parsed = parse_transcript(prompt)
         is_same = parsed == list(beginning) or any(turn["content"].strip() == prompt.strip() for turn in beginning)
     else:
-        is_same = turns_field(row, column) == list(beginning)
+        is_same = read_turns_field(row, column) == list(beginning)
     if not is_same:
         raise RequestError(
             f"the field {column} differs from the beginning of {' and '.join(sides)}; remove or correct it"

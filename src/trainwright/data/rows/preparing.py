@@ -23,11 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from trainwright.data.rows.formats import EXAMPLES, NoTarget, as_row
-from trainwright.data.rows.layouts import RowLayout, columns_of
+from trainwright.data.rows.formats import EXAMPLES, NoTarget, to_row
+from trainwright.data.rows.layouts import RowLayout, list_columns
 from trainwright.data.rows.pairs import ANY, CHOSEN
-from trainwright.data.sources.reading import iterate_source, source_notes
-from trainwright.data.sources.row_files import Row, as_json
+from trainwright.data.sources.reading import iterate_source, list_source_notes
+from trainwright.data.sources.row_files import Row, to_json
 from trainwright.errors import RequestError
 from trainwright.recipe.sections.data import RowSettings
 
@@ -86,14 +86,14 @@ class RowIndex:
         Args:
             rest: the columns of the row that are not in ``text``, as JSON.
         """
-        if self._deduplicate != "none" and (repetition := self._repetition(text, rest)) is not Repetition.NEW:
+        if self._deduplicate != "none" and (repetition := self._classify_repetition(text, rest)) is not Repetition.NEW:
             return repetition
         if self._deduplicate == "near" and self._is_like_another(row):
             return Repetition.REPEATED
         self._database.execute("INSERT INTO ranks VALUES (?)", (rank,))
         return Repetition.NEW
 
-    def borders(self, *counts: int) -> tuple[bytes, bytes]:
+    def find_borders(self, *counts: int) -> tuple[bytes, bytes]:
         """Return, for each of two counts, the rank below which that many rows are; fewer if equal ranks cross it."""
         self._database.execute("CREATE INDEX by_rank ON ranks (rank)")
         ranks = []
@@ -102,7 +102,7 @@ class RowIndex:
             ranks.append(query.fetchone()[0])
         return ranks[0], ranks[1]
 
-    def _repetition(self, text: str, rest: str) -> Repetition:
+    def _classify_repetition(self, text: str, rest: str) -> Repetition:
         digest, others = (hashlib.blake2b(part.encode(), digest_size=16).digest() for part in (text, rest))
         if self._database.execute("INSERT OR IGNORE INTO seen VALUES (?, ?)", (digest, others)).rowcount == 1:
             return Repetition.NEW
@@ -110,7 +110,7 @@ class RowIndex:
         return Repetition.REPEATED if first == others else Repetition.DIFFERENT
 
     def _is_like_another(self, row: Row) -> bool:
-        signature = _signature(" ".join(_texts(row)))
+        signature = _compute_signature(" ".join(_list_texts(row)))
         if signature is None:
             return False
         bands = [bytes([band]) + signature[band].tobytes() for band in range(_BANDS)]
@@ -124,7 +124,7 @@ class RowIndex:
         return False
 
 
-def _signature(text: str) -> Any:
+def _compute_signature(text: str) -> Any:
     """Return the MinHash of a text's word 5-grams [bands, rows], or None if it has fewer than five words."""
     words = re.findall(r"\w+", text.lower())
     grams = {" ".join(words[i : i + _WORDS]) for i in range(len(words) - _WORDS + 1)}
@@ -138,8 +138,8 @@ def _signature(text: str) -> Any:
     return values.min(0).reshape(_BANDS, _ROWS)
 
 
-def _texts(row: Row) -> list[str]:
-    texts = [str(turn["content"]) for turn in _turns(row) if turn["role"] != "system"]
+def _list_texts(row: Row) -> list[str]:
+    texts = [str(turn["content"]) for turn in _list_turns(row) if turn["role"] != "system"]
     return texts or [str(row.get("text", ""))]
 
 
@@ -157,7 +157,7 @@ class SplitCounts:
 
     def add(self, row: Row) -> None:
         """Count a normalized row."""
-        turns = _turns(row)
+        turns = _list_turns(row)
         size = sum(len(str(turn["content"])) for turn in turns) if turns else len(row.get("text", ""))
         self.rows += 1
         self.turns += len(turns)
@@ -251,7 +251,7 @@ def prepare_raw(
             count = _normalize_all(
                 sources, _Reader(renamed, keep, skip_wrong), scratch / "rows", index, statistics, split.seed
             )
-            borders = index.borders(round(split.test * count), round((split.test + split.validation) * count))
+            borders = index.find_borders(round(split.test * count), round((split.test + split.validation) * count))
         _divide(scratch / "rows", scratch, borders, statistics, split.seed)
         (scratch / "rows").unlink()
         text = json.dumps(statistics, default=vars, indent=2, ensure_ascii=False)
@@ -277,8 +277,8 @@ def _normalize_all(
             statistics.sources.append(counts)
             for row, rest in reader.rows(source, counts):
                 kinds.setdefault(next(iter(row)), source)
-                text = as_json(row)
-                repetition = index.add(_rank(text, seed), text, row, rest)
+                text = to_json(row)
+                repetition = index.add(_compute_rank(text, seed), text, row, rest)
                 if repetition is not Repetition.NEW:
                     counts.duplicates += 1
                     counts.differing += repetition is Repetition.DIFFERENT
@@ -316,7 +316,7 @@ class _Reader:
         if not first:
             raise RequestError(f"{_KEY}: {source} has no rows")
         renamed_first = [_rename(row, self.renamed, self.used) for _, row in first]
-        counts.layout = layout = ANY.layout(columns_of(renamed_first), renamed_first, RowSettings(), source)
+        counts.layout = layout = ANY.layout(list_columns(renamed_first), renamed_first, RowSettings(), source)
         counts.renamed = {**self.renamed, **layout.renamed}
         for location, row in chain(first, rows):
             counts.rows += 1
@@ -332,8 +332,8 @@ class _Reader:
                 counts.wrong += 1
                 counts.first_wrong += [f"{location}: {error}"] if len(counts.first_wrong) < _SHOWN else []
                 continue
-            yield self._written(own, _row(sequences, layout), layout, counts)
-        counts.notes += source_notes(source, _KEY)
+            yield self._written(own, _build_row(sequences, layout), layout, counts)
+        counts.notes += list_source_notes(source, _KEY)
 
     def check_names(self) -> None:
         """Raise RequestError if a column named on the command line is in no row."""
@@ -376,21 +376,21 @@ def _rename(row: Row, names: Mapping[str, str], used: set[str]) -> Row:
     return result
 
 
-def _row(sequences: Sequence[tuple[int, Any]], layout: str) -> Row:
+def _build_row(sequences: Sequence[tuple[int, Any]], layout: str) -> Row:
     """Return a row of layout messages, text, preference or labelled."""
     role, example = sequences[0]
     if layout == "preference":
         return {"chosen": example, "rejected": sequences[1][1]}
     if layout == "labelled":
         return {"prompt": example[:-1], "completion": example[-1:], "label": role == CHOSEN}
-    return {"text": example} if isinstance(example, str) else as_row(example)
+    return {"text": example} if isinstance(example, str) else to_row(example)
 
 
-def _turns(row: Row) -> list[Any]:
+def _list_turns(row: Row) -> list[Any]:
     return [turn for field in _TURNS for turn in row.get(field, ())]
 
 
-def _rank(text: str, seed: int) -> bytes:
+def _compute_rank(text: str, seed: int) -> bytes:
     """Return the hash of a row and the seed that decides its split."""
     return hashlib.sha256(f"{seed}/{text}".encode()).digest()[:16]
 
@@ -402,7 +402,7 @@ def _divide(rows: Path, directory: Path, borders: tuple[bytes, bytes], statistic
         statistics.sides = {name: SplitCounts() for name in SPLITS}
         with rows.open(encoding="utf-8") as lines:
             for line in lines:
-                rank = _rank(line.rstrip("\n"), seed)
+                rank = _compute_rank(line.rstrip("\n"), seed)
                 name = "test" if rank < test else "validation" if rank < validation else "train"
                 files[name].write(line)
                 statistics.sides[name].add(json.loads(line))
@@ -426,7 +426,7 @@ class Styled:
     notes: list[str] = field(default_factory=list)  # about how the rows were read
 
 
-def style(source: str, system: str, out: Path, *, replace: bool) -> Styled:
+def style_rows(source: str, system: str, out: Path, *, replace: bool) -> Styled:
     """Write the conversations of ``source`` as messages that start with ``system``; the file is written atomically.
 
     Columns that do not belong to the turns are kept.
@@ -446,7 +446,7 @@ def style(source: str, system: str, out: Path, *, replace: bool) -> Styled:
     rows = iterate_source(source, key="data style")
     first = list(islice(rows, 8))
     first_rows = [row for _, row in first]
-    layout = EXAMPLES.layout(columns_of(first_rows), first_rows, RowSettings(), source)
+    layout = EXAMPLES.layout(list_columns(first_rows), first_rows, RowSettings(), source)
     if layout == "text":
         raise RequestError(f"{source}: the rows are plain text without turns, so they cannot have a system prompt")
     styled = Styled()
@@ -470,9 +470,9 @@ def style(source: str, system: str, out: Path, *, replace: bool) -> Styled:
                 else:
                     styled.kept += 1
                 more = {name: row[name] for name in layout.unused(list(row)) if name not in ("messages", "tools")}
-                file.write(as_json({**as_row(messages), **more}) + "\n")
+                file.write(to_json({**to_row(messages), **more}) + "\n")
         scratch.rename(out)
-        styled.notes += source_notes(source, "data style")
+        styled.notes += list_source_notes(source, "data style")
     finally:
         scratch.unlink(missing_ok=True)
     return styled

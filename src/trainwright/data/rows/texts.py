@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
 from trainwright.data.rows.formats import NoTarget
-from trainwright.data.rows.layouts import MARKED, columns_not_used, columns_of
+from trainwright.data.rows.layouts import MARKED, describe_unused_columns, list_columns
 from trainwright.data.rows.marked import MarkedEncoder
 from trainwright.data.rows.pairs import ANY
 from trainwright.data.rows.tokenizer_calls import call_tokenizer
 from trainwright.data.sources import row_files as document_files
-from trainwright.data.sources.hub import without_alias
-from trainwright.data.sources.reading import files_of, iterate_source, source_notes
-from trainwright.data.sources.registry import without_slice
-from trainwright.data.sources.row_files import Row, suffix_of
-from trainwright.data.sources.row_files import opened as opened_file
+from trainwright.data.sources.hub import resolve_alias
+from trainwright.data.sources.reading import find_source_files, iterate_source, list_source_notes
+from trainwright.data.sources.registry import split_slice
+from trainwright.data.sources.row_files import Row, parse_suffix
+from trainwright.data.sources.row_files import open_decompressed as opened_file
 from trainwright.data.sources.shards import is_shards
 from trainwright.errors import RequestError
 from trainwright.recipe.sections.data import RowSettings, SourceSection
@@ -56,7 +56,7 @@ class TextPiece(NamedTuple):
     last: bool
 
 
-def pieces(
+def iterate_pieces(
     source: SourceSection, key: str, notes: list[str] | None = None, *, stream: bool = False
 ) -> Iterator[TextPiece]:
     """Yield the documents of ``source`` in order, always in the same pieces; empty ones are left out.
@@ -71,7 +71,7 @@ def pieces(
     if is_shards(source.source):
         raise RequestError(f"{key}: {source.source} is already tokenized; use the original text")
     count = -1
-    for piece in _all_pieces(source, key, [] if notes is None else notes, stream):
+    for piece in _iterate_all_pieces(source, key, [] if notes is None else notes, stream):
         count += piece.first
         if source.limit is not None and count >= source.limit:
             return
@@ -80,31 +80,31 @@ def pieces(
         raise RequestError(f"{key}: {source.source} has no text")
 
 
-def _all_pieces(source: SourceSection, key: str, notes: list[str], stream: bool) -> Iterator[TextPiece]:
-    files = files_of(source.source, key, source.is_documents)
-    if files is not None and all(suffix_of(file) in _TEXT_FILES for file in files.files):
-        if slice_ := without_slice(source.source)[1]:
+def _iterate_all_pieces(source: SourceSection, key: str, notes: list[str], stream: bool) -> Iterator[TextPiece]:
+    files = find_source_files(source.source, key, source.is_documents)
+    if files is not None and all(parse_suffix(file) in _TEXT_FILES for file in files.files):
+        if slice_ := split_slice(source.source)[1]:
             raise RequestError(f"{key}: {source.source}: {slice_} is for rows, and these files are text; use limit")
         for file in files.files if stream else files.usable():
-            yield from _file_pieces(file)
-        notes += [] if stream else source_notes(source.source, key, source.is_documents)
+            yield from _iterate_file_pieces(file)
+        notes += [] if stream else list_source_notes(source.source, key, source.is_documents)
         return
-    for location, text in _rows(source, key, notes, stream):
+    for location, text in _iterate_rows(source, key, notes, stream):
         yield from _cut(location, (text[at : at + _PIECE] for at in range(0, len(text), _PIECE)))
 
 
-def _rows(source: SourceSection, key: str, notes: list[str], stream: bool) -> Iterator[tuple[str, str]]:
+def _iterate_rows(source: SourceSection, key: str, notes: list[str], stream: bool) -> Iterator[tuple[str, str]]:
     """Yield rows as texts, without those that have no target."""
     name, documents = source.source, source.is_documents
     rows = join_documents(name, iterate_source(name, None, key, documents, stream=stream))
     first = list(islice(rows, 8))
     first_rows = [row for _, row in first]
-    columns = columns_of(first_rows)
+    columns = list_columns(first_rows)
     layout = ANY.layout(columns, first_rows, RowSettings() if documents else source.rows, f"{key}: {name}")
     if layout.read_as:
         notes.append(f"{name}: {layout.read_as}")
     if unused := layout.unused(columns):
-        notes.append(f"{name}: {columns_not_used(unused)}")
+        notes.append(f"{name}: {describe_unused_columns(unused)}")
     for location, row in chain(first, rows):
         try:
             example = ANY.sequences(row, layout)[0][1]
@@ -115,12 +115,12 @@ def _rows(source: SourceSection, key: str, notes: list[str], stream: bool) -> It
         text = example if isinstance(example, str) else "\n\n".join(str(turn["content"]) for turn in example)
         if text.strip():
             yield location, text
-    notes += [] if stream else source_notes(name, key, documents)
+    notes += [] if stream else list_source_notes(name, key, documents)
 
 
 def join_documents(source: str, rows: Iterator[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
     """Yield ``(location, row)`` of each document; if a corpus has one line per row, an article's lines are joined."""
-    if without_alias(source).partition(":")[0] != _A_LINE_A_ROW:
+    if resolve_alias(source).partition(":")[0] != _A_LINE_A_ROW:
         yield from rows
         return
     first_location, lines = "", list[str]()
@@ -134,9 +134,9 @@ def join_documents(source: str, rows: Iterator[tuple[str, Row]]) -> Iterator[tup
         yield first_location, {"text": "".join(lines)}
 
 
-def _file_pieces(file: Path) -> Iterator[TextPiece]:
+def _iterate_file_pieces(file: Path) -> Iterator[TextPiece]:
     """Yield the documents of a file, split at the separators."""
-    parts = _parts(file)
+    parts = _iterate_parts(file)
     number, ended = 1, False
 
     def until_separator() -> Iterator[str]:
@@ -153,10 +153,10 @@ def _file_pieces(file: Path) -> Iterator[TextPiece]:
         number += 1
 
 
-def _parts(file: Path) -> Iterator[str]:
+def _iterate_parts(file: Path) -> Iterator[str]:
     """Yield the text of a file in parts; each separator is a separate part."""
     pending = ""
-    for text in _decoded(file):
+    for text in _decode_file(file):
         parts = (pending + text).split(SEPARATOR)
         for document in parts[:-1]:
             yield document
@@ -167,7 +167,7 @@ def _parts(file: Path) -> Iterator[str]:
     yield pending
 
 
-def _decoded(file: Path) -> Iterator[str]:
+def _decode_file(file: Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset = 0
     with opened_file(file) as opened:
@@ -210,7 +210,7 @@ class TextEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.notes = [] if tokenizer.eos_token is not None else ["the tokenizer has no end-of-text token"]
         self._tokenizer = tokenizer
-        self._ends = ends_of(tokenizer)
+        self._ends = list_end_texts(tokenizer)
 
     def encode(self, texts: Sequence[str], remarks: Sequence[set[str]] | None = None) -> list[Encoded]:
         """Return ``(ids, targets)`` of each text.
@@ -224,8 +224,8 @@ class TextEncoder:
         # As in a conversation, white space after the end is not trained on.
         inputs = [short if ends else text for text, short, ends in zip(texts, stripped, ended, strict=True)]
         encoded = []
-        for index, ids in enumerate(_ids(self._tokenizer, inputs)):
-            single = _without_second(ids, self._tokenizer.bos_token_id)
+        for index, ids in enumerate(_encode_plain(self._tokenizer, inputs)):
+            single = _drop_second_bos(ids, self._tokenizer.bos_token_id)
             if remarks is not None and len(single) < len(ids):
                 remarks[index].add("begin with the beginning-of-text token, which is not added again")
             if remarks is not None and ended[index]:
@@ -234,7 +234,7 @@ class TextEncoder:
             encoded.append((complete, [True] * len(complete)))
         return encoded
 
-    def ways(self) -> list[str]:
+    def list_remedies(self) -> list[str]:
         """Return nothing: every part of a text is encoded."""
         return []
 
@@ -242,27 +242,27 @@ class TextEncoder:
 RowEncoder: TypeAlias = ChatEncoder | TextEncoder | MarkedEncoder
 
 
-def encoder_of(layout: str, tokenizer: PreTrainedTokenizerBase, targets: str) -> RowEncoder:
+def build_encoder(layout: str, tokenizer: PreTrainedTokenizerBase, targets: str) -> RowEncoder:
     """Return the encoder of the rows of a layout; ``targets`` is ``data.targets`` of a recipe."""
     if layout in MARKED:
         return MarkedEncoder(tokenizer, targets)
     return TextEncoder(tokenizer) if layout == "text" else ChatEncoder(tokenizer, targets)
 
 
-def text_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """Return the token ids of texts, with the beginning-of-text token if the tokenizer prepends it, but not twice."""
-    return [_without_second(ids, tokenizer.bos_token_id) for ids in _ids(tokenizer, texts)]
+    return [_drop_second_bos(ids, tokenizer.bos_token_id) for ids in _encode_plain(tokenizer, texts)]
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+def _encode_plain(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     return list(call_tokenizer(tokenizer, texts, return_attention_mask=False, verbose=False)["input_ids"])
 
 
-def _without_second(ids: list[int], bos: int | None) -> list[int]:
+def _drop_second_bos(ids: list[int], bos: int | None) -> list[int]:
     return ids[1:] if bos is not None and ids[:2] == [bos, bos] else ids
 
 
-def ends_of(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+def list_end_texts(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     """Return the texts of the tokens that end a text or an assistant turn."""
     return tuple(end for end in dict.fromkeys((tokenizer.eos_token, _stop_of_turns(tokenizer))) if end)
 

@@ -22,7 +22,7 @@ class TokenizerError(RequestError):
     """The tokenizer itself fails, independent of the row."""
 
 
-def short_name(tokenizer: PreTrainedTokenizerBase) -> str:
+def shorten_name(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the last part of a tokenizer's name or path, for messages; empty if it has none."""
     return os.path.basename(str(tokenizer.name_or_path).rstrip("/"))
 
@@ -44,12 +44,12 @@ def call_tokenizer(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **o
                     "set model.tokenizer to bytes, bpe:SIZE:SOURCE, or characters:FILE of a text that has it",
                     index,
                 )
-    with panics_as_errors(short_name(tokenizer)):
+    with convert_panics(shorten_name(tokenizer)):
         return tokenizer(texts, **options)
 
 
 @contextmanager
-def panics_as_errors(name: str = "") -> Iterator[None]:
+def convert_panics(name: str = "") -> Iterator[None]:
     """Raise a panic of the tokenizer called ``name`` as a TokenizerError."""
     try:
         yield
@@ -62,7 +62,7 @@ def panics_as_errors(name: str = "") -> Iterator[None]:
         ) from None
 
 
-def unknown_token(token: int, tokenizer: PreTrainedTokenizerBase, embeddings: int | None) -> str | None:
+def check_token(token: int, tokenizer: PreTrainedTokenizerBase, embeddings: int | None) -> str | None:
     """Return a message if a model with this number of embeddings has none for ``token``."""
     if embeddings is None or token < embeddings:
         return None

@@ -29,28 +29,28 @@ _OF_THE_HUB = {
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.+\[\]%-]+){0,2}")
 
 
-def without_alias(source: str) -> str:
+def resolve_alias(source: str) -> str:
     """Return the Hub name of a corpus; other sources and existing paths are returned unchanged."""
     return source if source not in _OF_THE_HUB or Path(source).exists() else _OF_THE_HUB[source]
 
 
 def is_hub_id(source: str) -> bool:
     """Return whether a source that is not a local path may be a dataset of the Hub, or a file of one."""
-    name, file = _file_of(source)
+    name, file = _split_file(source)
     if not _ID.fullmatch(name) or (file is None and Path(source).suffix.lower() in SUFFIXES):
         return False
     owner, slash, _ = source.partition("/")
     return owner not in (".", "..") and not (slash and Path(owner).is_dir())
 
 
-def _file_of(source: str) -> tuple[str, str | None]:
+def _split_file(source: str) -> tuple[str, str | None]:
     """Return a dataset and the path of one of its files, ``owner/name:path``; None if there is no file after it."""
     name, _, file = source.partition(":")
     is_file = "/" in name and Path(file).suffix.lower() in (*SUFFIXES, *COMPRESSED)
     return (name, file) if is_file else (source, None)
 
 
-def hub_rows(source: str, key: str, *, stream: bool = False) -> Dataset:
+def load_hub_rows(source: str, key: str, *, stream: bool = False) -> Dataset:
     """Return the rows of a Hub dataset; raise RequestError if it cannot be loaded.
 
     Args:
@@ -58,13 +58,13 @@ def hub_rows(source: str, key: str, *, stream: bool = False) -> Dataset:
     """
     import datasets
 
-    name, file = _file_of(without_alias(source))
+    name, file = _split_file(resolve_alias(source))
     name, *parts = name.split(":")
     split = parts[-1] if parts else "train"
     config = parts[0] if len(parts) == 2 else None
-    reachable = _hub_is_reachable(datasets.config.HF_ENDPOINT)
+    reachable = _is_hub_reachable(datasets.config.HF_ENDPOINT)
     try:
-        with _offline(not reachable):
+        with _set_offline(not reachable):
             rows = datasets.load_dataset(name, config, split=split, data_files=file, streaming=stream and reachable)
     except Exception as error:  # the Hub, its server or the dataset's files may raise anything
         if not reachable:
@@ -75,7 +75,7 @@ def hub_rows(source: str, key: str, *, stream: bool = False) -> Dataset:
     return rows
 
 
-def _hub_is_reachable(endpoint: str) -> bool:
+def _is_hub_reachable(endpoint: str) -> bool:
     """Return whether the Hub can be reached: without a network the client retries for half a minute."""
     from huggingface_hub import constants
 
@@ -93,7 +93,7 @@ def _hub_is_reachable(endpoint: str) -> bool:
 
 
 @contextmanager
-def _offline(active: bool) -> Iterator[None]:
+def _set_offline(active: bool) -> Iterator[None]:
     """Restrict ``datasets`` to its cache."""
     import datasets
     from huggingface_hub import constants

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.sources.reading import files_of
-from trainwright.data.sources.registry import registered_source, without_slice
-from trainwright.data.sources.row_files import suffix_of
+from trainwright.data.sources.reading import find_source_files
+from trainwright.data.sources.registry import find_registered_source, split_slice
+from trainwright.data.sources.row_files import parse_suffix
 from trainwright.data.sources.shards import is_shards
 from trainwright.recipe.sections.data import RowSettings
-from trainwright.utils.paths import user_path
+from trainwright.utils.paths import expand_user_path
 
 if TYPE_CHECKING:
     from trainwright.recipe.sections.data import DataSection, SourceSection
@@ -22,9 +22,9 @@ _BLOCKS, _BLOCK = 64, 2**16
 VERSION = 8  # raised when the code that determines the prepared data changes
 
 
-def settings_of(data: DataSection, seed: int) -> dict[str, Any]:
+def select_settings(data: DataSection, seed: int) -> dict[str, Any]:
     """Return the settings that determine the datasets. A separate validation source is identified by its content."""
-    sources = [[source.format, source.limit, source.weight, *row_changes(source)] for source in data.sources]
+    sources = [[source.format, source.limit, source.weight, *list_row_changes(source)] for source in data.sources]
     if len(sources) == 1:
         del sources[0][2]
     return {
@@ -40,39 +40,39 @@ def settings_of(data: DataSection, seed: int) -> dict[str, Any]:
         "long_documents": data.long_documents,
         "example_per_turn": data.example_per_turn,
         "accept_omissions": data.accept_omissions,
-        "validation": _validation_settings(data),
+        "validation": _build_validation_settings(data),
         "seed": None if data.held_out is None else seed,
     }
 
 
-def _validation_settings(data: DataSection) -> Any:
+def _build_validation_settings(data: DataSection) -> Any:
     if not isinstance(data.validation, dict):
         return "source" if isinstance(data.validation, str) else data.validation
-    sources = {key: [source.format, source.limit, *row_changes(source)] for source, key in data.validation_sources}
+    sources = {key: [source.format, source.limit, *list_row_changes(source)] for source, key in data.validation_sources}
     return [[name, sources.get(f"data.validation.{name}", rows)] for name, rows in data.validation.items()]
 
 
-def row_changes(source: SourceSection) -> list[Any]:
+def list_row_changes(source: SourceSection) -> list[Any]:
     """Return how its rows are read, beside their format, if that is not the default."""
     changes = source.rows[1:]
     return [] if changes == RowSettings()[1:] else list(changes)
 
 
-def source_key(data: DataSection, seed: int, identity: str) -> dict[str, Any]:
+def build_source_key(data: DataSection, seed: int, identity: str) -> dict[str, Any]:
     """Return the key of prepared data, without reading the sources; ``identity`` is that of the tokenizer."""
-    states = [file_states(source, key) for source, key in data.keyed_sources]
-    return {**settings_of(data, seed), "sources of rows": states, "tokenizer": identity, "python": sys.version}
+    states = [read_file_states(source, key) for source, key in data.keyed_sources]
+    return {**select_settings(data, seed), "sources of rows": states, "tokenizer": identity, "python": sys.version}
 
 
-def file_states(source: SourceSection, key: str) -> Any:
+def read_file_states(source: SourceSection, key: str) -> Any:
     """Return the paths, sizes and times of a source's files, without reading them, and its slice."""
-    name, part = without_slice(source.source)
-    if (registered := registered_source(name, key)) is not None:
+    name, part = split_slice(source.source)
+    if (registered := find_registered_source(name, key)) is not None:
         return [source.source, registered.key()]
     if is_shards(name):
-        files: Sequence[Path] = sorted(user_path(name).iterdir())
+        files: Sequence[Path] = sorted(expand_user_path(name).iterdir())
     else:
-        source_files = files_of(name, key, source.is_documents)
+        source_files = find_source_files(name, key, source.is_documents)
         if source_files is None:
             return ["hub", source.source]
         files = source_files.files
@@ -80,29 +80,29 @@ def file_states(source: SourceSection, key: str) -> Any:
     return [*([str(path), stat.st_size, stat.st_mtime_ns] for path, stat in stats), *filter(None, [part])]
 
 
-def content_of(source: SourceSection, key: str, *, sampled: bool = False) -> Any:
+def digest_content(source: SourceSection, key: str, *, sampled: bool = False) -> Any:
     """Return the digests of a source's content and its slice, independent of its paths.
 
     Args:
         sampled: of large files, read the size and blocks at even distances alone.
     """
-    name, part = without_slice(source.source)
-    if registered_source(name, key) is not None:
-        return file_states(source, key)
-    source_files = files_of(source.source, key, source.is_documents)
+    name, part = split_slice(source.source)
+    if find_registered_source(name, key) is not None:
+        return read_file_states(source, key)
+    source_files = find_source_files(source.source, key, source.is_documents)
     if source_files is None:
         return ["hub", source.source]
     if sampled:
-        parts = [[suffix_of(file), file.stat().st_size, _sample_digest(file)] for file in source_files.files]
+        parts = [[parse_suffix(file), file.stat().st_size, _digest_sample(file)] for file in source_files.files]
         return [*parts, *filter(None, [part])]
     digests = []
     for file in source_files.usable():
         with file.open("rb") as opened:
-            digests.append([suffix_of(file), hashlib.file_digest(opened, "sha256").hexdigest()])
+            digests.append([parse_suffix(file), hashlib.file_digest(opened, "sha256").hexdigest()])
     return [*digests, *filter(None, [part]), *source_files.left_out()]  # the summary names them
 
 
-def _sample_digest(file: Path) -> str:
+def _digest_sample(file: Path) -> str:
     """Return a digest of blocks of a file at even distances; of a file of up to 4 MiB, they are all of it."""
     size, digest = file.stat().st_size, hashlib.sha256()
     with file.open("rb") as opened:

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.data.sources import row_files as document_files
-from trainwright.data.sources.row_files import COMPRESSED, READERS, TABLES, suffix_of, why_unreadable
+from trainwright.data.sources.row_files import COMPRESSED, READERS, TABLES, explain_unreadable, parse_suffix
 from trainwright.errors import RequestError
-from trainwright.recipe.yaml_text import flow_text
-from trainwright.utils.paths import user_path
-from trainwright.utils.text import plural
+from trainwright.recipe.yaml_text import quote_flow_text
+from trainwright.utils.paths import expand_user_path
+from trainwright.utils.text import format_plural
 
 SUFFIXES = (*READERS, *TABLES)
 _TRAIN, _VALIDATION, _TEST = "train", "validation", "test"
@@ -65,7 +65,7 @@ class SourceFiles:
     def usable(self) -> Iterator[Path]:
         """Return the files to read; among several, unreadable ones are skipped."""
         several = len(self.files) > 1 and not self.complete
-        return (file for file in self.files if not several or why_unreadable(file) is None)
+        return (file for file in self.files if not several or explain_unreadable(file) is None)
 
     def left_out(self) -> list[str]:
         """Return one line per file that is left out, with the reason; reads all files."""
@@ -73,7 +73,7 @@ class SourceFiles:
             return []
         alike: dict[str, list[Path]] = {}
         for file in self.files:
-            if (why := why_unreadable(file)) is not None:
+            if (why := explain_unreadable(file)) is not None:
                 alike.setdefault(why, []).append(file)
         lines = []
         for why, files in alike.items():
@@ -89,15 +89,15 @@ def find(source: str, key: str, documents: bool = False) -> SourceFiles | None:
     Raises:
         RequestError: the files hold neither rows nor documents, or the split does not exist.
     """
-    path, selectors = _path_and_split(source)
+    path, selectors = _split_source(source)
     if path.is_dir():
         source_files = (
-            SourceFiles(_documents(path, key, "document"), True)
+            SourceFiles(_list_documents(path, key, "document"), True)
             if documents and not selectors
-            else _of_directory(path, selectors, key)
+            else _find_directory_files(path, selectors, key)
         )
     elif path.exists():
-        source_files = SourceFiles([path], documents or suffix_of(path) in document_files.ALONE)
+        source_files = SourceFiles([path], documents or parse_suffix(path) in document_files.ALONE)
     else:
         return None
     for file in source_files.files:
@@ -105,17 +105,17 @@ def find(source: str, key: str, documents: bool = False) -> SourceFiles | None:
     return source_files
 
 
-def missing(source: str, part: str = "") -> str:
+def describe_missing_source(source: str, part: str = "") -> str:
     """Return the message for a missing file, with similar names; ``part``: the slice of it that is asked for."""
     if match := _HUB_URL.match(source):
         return f"{source} is a URL; for a dataset of the Hub write {match[1]}{part}"
     if "://" in source:
         return f"{source} is a URL, and rows are read from files or the Hub; download it first, or mount its store"
-    path = user_path(source)
+    path = expand_user_path(source)
     if files := sorted(glob.glob(str(path))):
-        listed = ", ".join(f"{{source: {flow_text(file + part)}}}" for file in files[:_NAMED])
+        listed = ", ".join(f"{{source: {quote_flow_text(file + part)}}}" for file in files[:_NAMED])
         how = f"give their directory, or a list of them such as '[{listed}]'"
-        return f"{path} is a pattern, which is not expanded ({plural(len(files), 'file')}); {how}"
+        return f"{path} is a pattern, which is not expanded ({format_plural(len(files), 'file')}); {how}"
     if not path.parent.is_dir():
         return f"{path}: no such directory {path.parent}"
     near = difflib.get_close_matches(path.name, sorted(os.listdir(path.parent)), n=3, cutoff=0.5)
@@ -123,20 +123,20 @@ def missing(source: str, part: str = "") -> str:
     return f"no file {path}{meant}"
 
 
-def _path_and_split(source: str) -> tuple[Path, list[str]]:
+def _split_source(source: str) -> tuple[Path, list[str]]:
     """Split a source into its path and the parts after it: a split, or a configuration and a split."""
-    path = user_path(source)
+    path = expand_user_path(source)
     if path.exists():
         return path, []
     for parts in (1, 2):
         head, *rest = source.rsplit(":", parts)
-        if len(rest) == parts and user_path(head).is_dir():
-            return user_path(head), rest
+        if len(rest) == parts and expand_user_path(head).is_dir():
+            return expand_user_path(head), rest
     return path, []
 
 
 def _check(file: Path, key: str, documents: bool, alone: bool) -> None:
-    suffix = suffix_of(file)
+    suffix = parse_suffix(file)
     if documents and suffix not in document_files.SUFFIXES:
         raise RequestError(f"{key}: {file}: unsupported file type; documents are text, Markdown, code and .docx files")
     if suffix not in SUFFIXES and suffix not in document_files.ALONE:
@@ -154,27 +154,29 @@ def _check(file: Path, key: str, documents: bool, alone: bool) -> None:
         raise RequestError(f"{key}: {file} cannot be read: permission denied")
 
 
-def _of_directory(path: Path, selectors: list[str], key: str) -> SourceFiles:
+def _find_directory_files(path: Path, selectors: list[str], key: str) -> SourceFiles:
     if (path / "dataset_dict.json").is_file():
-        return _saved_dict(path, selectors, key)
+        return _find_saved_split(path, selectors, key)
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
-        return SourceFiles(_saved(path, selectors, key), complete=True)
-    if configs := _configs(path):
-        return _of_configs(path, configs, selectors, key)
+        return SourceFiles(_list_saved_files(path, selectors, key), complete=True)
+    if configs := _read_configs(path):
+        return _choose_config_files(path, configs, selectors, key)
     _refuse_model(path, key)
-    files = row_files(path) or [file for inside in _inside(path) for file in row_files(inside)]
-    if all(suffix_of(file) == ".txt" and not _split_of(path, file) for file in files):  # texts without splits of rows
+    files = list_row_files(path) or [file for inside in _list_subdirectories(path) for file in list_row_files(inside)]
+    if all(
+        parse_suffix(file) == ".txt" and not _find_split(path, file) for file in files
+    ):  # texts without splits of rows
         if selectors:
             raise RequestError(f"{key}: {path} has no data files, so it has no split {selectors[-1]}")
-        return SourceFiles(_documents(path, key), True)
-    kinds = sorted({suffix_of(file) for file in files})
+        return SourceFiles(_list_documents(path, key), True)
+    kinds = sorted({parse_suffix(file) for file in files})
     if len(kinds) > 1:
         raise RequestError(f"{key}: {path} has files of several types ({', '.join(kinds)}); choose one file")
-    split_files = _of_splits(path, files, selectors, key)
-    return replace(split_files, notes=[*split_files.notes, *_unread_documents(path, files)])
+    split_files = _choose_split_files(path, files, selectors, key)
+    return replace(split_files, notes=[*split_files.notes, *_note_unread_documents(path, files)])
 
 
-def _unread_documents(path: Path, rows: list[Path]) -> list[str]:
+def _note_unread_documents(path: Path, rows: list[Path]) -> list[str]:
     """Return a note about documents in a directory of row files, which are not read."""
     others = sorted(
         file.name
@@ -187,35 +189,37 @@ def _unread_documents(path: Path, rows: list[Path]) -> list[str]:
     if not others:
         return []
     names = f"{', '.join(others[:_NAMED])}{f' and {len(others) - _NAMED:,} more' if len(others) > _NAMED else ''}"
-    return [f"{path}: only the {suffix_of(rows[0])} files are read, not {names}; to read another, give its path"]
+    return [f"{path}: only the {parse_suffix(rows[0])} files are read, not {names}; to read another, give its path"]
 
 
-def row_files(path: Path) -> list[Path]:
+def list_row_files(path: Path) -> list[Path]:
     """Return the row files in a directory, without its README."""
     kinds = {suffix for suffix in SUFFIXES if suffix != ".md"}
     files = (file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
-    return sorted(file for file in files if suffix_of(file) in kinds and file.name.lower() not in _ABOUT)
+    return sorted(file for file in files if parse_suffix(file) in kinds and file.name.lower() not in _ABOUT)
 
 
 def _is_about(file: Path) -> bool:
     return file.name.lower() in _ABOUT or file.stem.lower() in ("readme", "license", "licence", "citation")
 
 
-def _inside(path: Path) -> list[Path]:
+def _list_subdirectories(path: Path) -> list[Path]:
     """Return the subdirectories of a dataset repository that hold its rows."""
     names = {"data", *_SPLITS}
     if any(file.suffix.lower() in document_files.SUFFIXES and not _is_about(file) for file in path.iterdir()):
         return []  # documents, with more of them in subdirectories
     directories = sorted(each for each in path.iterdir() if each.is_dir() and each.name.lower() in names)
-    rows = [each for each in directories if any(suffix_of(file) not in (".txt", ".md") for file in row_files(each))]
+    rows = [
+        each for each in directories if any(parse_suffix(file) not in (".txt", ".md") for file in list_row_files(each))
+    ]
     return rows if len(rows) == len(directories) else []
 
 
-def _of_splits(path: Path, files: list[Path], selectors: list[str], key: str) -> SourceFiles:
+def _choose_split_files(path: Path, files: list[Path], selectors: list[str], key: str) -> SourceFiles:
     """Group files by the split in their names and choose one; files without split names are one dataset."""
     splits: dict[str, list[Path]] = {}
     for file in files:
-        splits.setdefault(_split_of(path, file), []).append(file)
+        splits.setdefault(_find_split(path, file), []).append(file)
     unnamed = splits.pop("", [])
     if unnamed and set(splits) - {_TRAIN}:
         names = ", ".join(file.name for file in files)
@@ -228,18 +232,18 @@ def _of_splits(path: Path, files: list[Path], selectors: list[str], key: str) ->
         raise RequestError(
             f"{key}: {path} has no configurations; give only a split, such as {path}:{next(iter(splits))}"
         )
-    chosen = _chosen(path, splits, selectors, key)
+    chosen = _choose_split(path, splits, selectors, key)
     _check_shards(splits[chosen], key)
     return SourceFiles(splits[chosen], notes=_split_notes(path, chosen, list(splits)))
 
 
-def _split_of(path: Path, file: Path) -> str:
+def _find_split(path: Path, file: Path) -> str:
     if match := _SPLIT_NAME.search(file.name.removesuffix(file.suffix)):
         return _SPLITS[match[1].lower()]
     return _SPLITS.get(file.parent.name.lower(), "") if file.parent != path else ""
 
 
-def _chosen(path: Path, splits: dict[str, Any], selectors: list[str], key: str) -> str:
+def _choose_split(path: Path, splits: dict[str, Any], selectors: list[str], key: str) -> str:
     """Return the requested split, or the default split for the recipe key."""
     names = f"{', '.join(splits)}; choose one, such as {path}:{next(reversed(splits))}"
     if selectors:
@@ -274,23 +278,25 @@ def _check_shards(files: list[Path], key: str) -> None:
             )
 
 
-def _saved_dict(path: Path, selectors: list[str], key: str) -> SourceFiles:
+def _find_saved_split(path: Path, selectors: list[str], key: str) -> SourceFiles:
     file = path / "dataset_dict.json"
-    splits = [name for name in _json(file, key).get("splits", ()) if _is_name(name) and (path / name).is_dir()]
+    splits = [name for name in _read_json(file, key).get("splits", ()) if _is_name(name) and (path / name).is_dir()]
     if not splits:
         raise RequestError(f"{key}: {file} lists no split that exists")
     if selectors[:-1]:
         raise RequestError(f"{key}: {path} has no configurations; give only a split, such as {path}:{splits[0]}")
-    chosen = _chosen(path, dict.fromkeys(splits), selectors, key)
-    return SourceFiles(_saved(path / chosen, [], key), complete=True, notes=_split_notes(path, chosen, splits))
+    chosen = _choose_split(path, dict.fromkeys(splits), selectors, key)
+    return SourceFiles(
+        _list_saved_files(path / chosen, [], key), complete=True, notes=_split_notes(path, chosen, splits)
+    )
 
 
-def _saved(path: Path, selectors: list[str], key: str) -> list[Path]:
+def _list_saved_files(path: Path, selectors: list[str], key: str) -> list[Path]:
     """Return the Arrow files that Dataset.save_to_disk wrote; no code is run and nothing is unpickled."""
     if selectors:
         raise RequestError(f"{key}: {path} is a dataset without splits; remove :{':'.join(selectors)}")
     file = path / "state.json"
-    listed = _json(file, key).get("_data_files")
+    listed = _read_json(file, key).get("_data_files")
     names = [each.get("filename") if isinstance(each, dict) else None for each in listed or ()]
     if not names:
         raise RequestError(f"{key}: {file} lists no files, so the dataset cannot be read")
@@ -299,7 +305,7 @@ def _saved(path: Path, selectors: list[str], key: str) -> list[Path]:
     files = [path / str(name) for name in names]
     if gone := [each.name for each in files if not each.is_file()]:
         raise RequestError(f"{key}: {path} is incomplete; missing: {', '.join(gone[:3])}")
-    if odd := [each.name for each in files if suffix_of(each) != ".arrow"]:
+    if odd := [each.name for each in files if parse_suffix(each) != ".arrow"]:
         raise RequestError(f"{key}: {file} lists {odd[0]}, which is not an .arrow file")
     return files
 
@@ -308,7 +314,7 @@ def _is_name(name: Any) -> bool:
     return isinstance(name, str) and bool(name) and name not in (".", "..") and not {"/", "\\", "\0"} & {*name}
 
 
-def _json(file: Path, key: str) -> dict[str, Any]:
+def _read_json(file: Path, key: str) -> dict[str, Any]:
     try:
         content = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -318,7 +324,7 @@ def _json(file: Path, key: str) -> dict[str, Any]:
     return content
 
 
-def _configs(path: Path) -> list[dict[str, Any]]:
+def _read_configs(path: Path) -> list[dict[str, Any]]:
     """Return the ``configs`` of a dataset repository's README (huggingface.co/docs/hub/datasets-data-files)."""
     from trainwright.recipe.yaml_text import parse_mapping  # PyYAML's own loader expands nested aliases without limit
 
@@ -340,7 +346,7 @@ def _configs(path: Path) -> list[dict[str, Any]]:
     )
 
 
-def _of_configs(path: Path, configs: list[dict[str, Any]], selectors: list[str], key: str) -> SourceFiles:
+def _choose_config_files(path: Path, configs: list[dict[str, Any]], selectors: list[str], key: str) -> SourceFiles:
     by_name = {str(one.get("config_name", "default")): one for one in configs}
     usual = [name for name, one in by_name.items() if one.get("default") is True or name == "default"]
     config = selectors[0] if len(selectors) == 2 else next(iter(usual), next(iter(by_name)))
@@ -354,15 +360,15 @@ def _of_configs(path: Path, configs: list[dict[str, Any]], selectors: list[str],
     for one in data_files if isinstance(data_files, list) else [data_files]:
         split, pattern = (one.get("split", _TRAIN), one.get("path")) if isinstance(one, dict) else (_TRAIN, one)
         splits.setdefault(str(split), []).extend(pattern if isinstance(pattern, list) else [pattern])
-    chosen = _chosen(path, splits, selectors[-1:], key)
-    files = [file for pattern in splits[chosen] for file in _matching(path, pattern, key)]
+    chosen = _choose_split(path, splits, selectors[-1:], key)
+    files = [file for pattern in splits[chosen] for file in _list_matching(path, pattern, key)]
     if not files:
         raise RequestError(f"{key}: {path} has no file {', '.join(map(str, splits[chosen]))}, of the split {chosen}")
     _check_shards(files, key)
     return SourceFiles(list(dict.fromkeys(files)), notes=_split_notes(path, chosen, list(splits)))
 
 
-def _matching(path: Path, pattern: Any, key: str) -> list[Path]:
+def _list_matching(path: Path, pattern: Any, key: str) -> list[Path]:
     """Return the files in ``path`` that match a pattern; files outside ``path`` are refused."""
     parts = Path(pattern).parts if isinstance(pattern, str) else ()
     if not parts or ".." in parts or Path(pattern).is_absolute():
@@ -378,12 +384,12 @@ def _refuse_model(path: Path, key: str) -> None:
             f"{key}: {path} is a model's or a tokenizer's directory ({', '.join((*of_models, *weights)[:4])}), not a "
             "dataset; models are set in model.name"
         )
-    if weights and not row_files(path):
+    if weights and not list_row_files(path):
         raise RequestError(f"{key}: {path} contains model weights ({', '.join(weights[:3])}), not rows")
 
 
-def _documents(path: Path, key: str, what: str = f"{', '.join(SUFFIXES)} file") -> list[Path]:
-    if files := document_files.document_files(path):
+def _list_documents(path: Path, key: str, what: str = f"{', '.join(SUFFIXES)} file") -> list[Path]:
+    if files := document_files.list_documents(path):
         return files
     there = sorted({file.suffix.lower() for file in path.iterdir() if file.is_file() and file.suffix})
     only = f"; it has {', '.join(there[:8])} files, which are not supported" if there else ""

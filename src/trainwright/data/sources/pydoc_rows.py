@@ -68,7 +68,7 @@ _PHRASINGS = {
 }
 
 
-def pydoc_rows() -> list[dict[str, str]]:
+def build_pydoc_rows() -> list[dict[str, str]]:
     """Return about 4,000 rows ``{"question", "answer"}`` in a fixed shuffled order, equal for equal interpreters.
 
     Raises:
@@ -83,19 +83,19 @@ def pydoc_rows() -> list[dict[str, str]]:
     return rows
 
 
-def pydoc_pairs() -> list[dict[str, str]]:
+def build_pydoc_pairs() -> list[dict[str, str]]:
     """Return the same questions as rows ``{"prompt", "chosen", "rejected"}``; the wrong answer is the next row's.
 
     Every answer is chosen once and rejected once, so only the question decides which is correct.
     """
-    rows = pydoc_rows()
+    rows = build_pydoc_rows()
     return [
         {"prompt": row["question"], "chosen": row["answer"], "rejected": other["answer"]}
         for row, other in zip(rows, [*rows[1:], *rows[:1]], strict=True)
     ]
 
 
-def pydoc_key() -> str:
+def build_pydoc_key() -> str:
     """Return a key that changes whenever the rows may change: with the interpreter, its library path, or this file."""
     source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     return "\n".join((sys.version, sys.platform, platform.machine(), os.path.dirname(os.__file__), source))
@@ -103,23 +103,23 @@ def pydoc_key() -> str:
 
 def _collect() -> list[dict[str, str]]:
     rows, answers = [], set()
-    for kind, name, text in [*_docstrings(), *_topics()]:
-        answer = _clean(text)
+    for kind, name, text in [*_iterate_docstrings(), *_iterate_topics()]:
+        answer = _clean_docstring(text)
         if len(answer) < SHORTEST_ANSWER or answer in answers:
             continue
         answers.add(answer)
-        rows.append({"question": _question(kind, name), "answer": answer})
+        rows.append({"question": _phrase_question(kind, name), "answer": answer})
     random.Random(0).shuffle(rows)
     return rows
 
 
-def _question(kind: str, name: str) -> str:
+def _phrase_question(kind: str, name: str) -> str:
     phrasings = _PHRASINGS[kind]
     choice = hashlib.sha256(name.encode()).digest()[0] % len(phrasings)
     return phrasings[choice].format(name)
 
 
-def _clean(text: str) -> str:
+def _clean_docstring(text: str) -> str:
     """Dedent a docstring, strip trailing spaces, and keep whole paragraphs up to ``LONGEST_ANSWER`` characters."""
     text = "\n".join(line.rstrip() for line in inspect.cleandoc(text).splitlines())
     paragraphs = [part for part in re.split(r"\n{2,}", text) if part.strip()]
@@ -136,7 +136,7 @@ def _clean(text: str) -> str:
     return answer.strip()
 
 
-def _docstrings() -> Iterator[tuple[str, str, str]]:
+def _iterate_docstrings() -> Iterator[tuple[str, str, str]]:
     """Yield ``(kind, qualified name, docstring)``, sorted by module name."""
     names = {name for name in sys.stdlib_module_names if not name.startswith("_") and name not in _SKIPPED}
     for name in sorted(names | set(_SUBMODULES)):
@@ -146,33 +146,33 @@ def _docstrings() -> Iterator[tuple[str, str, str]]:
             continue
         if module.__doc__:
             yield "module", name, module.__doc__
-        yield from _members(name, module)
+        yield from _iterate_members(name, module)
 
 
-def _members(name: str, module: types.ModuleType) -> Iterator[tuple[str, str, str]]:
+def _iterate_members(name: str, module: types.ModuleType) -> Iterator[tuple[str, str, str]]:
     public = getattr(module, "__all__", None) or [key for key in vars(module) if not key.startswith("_")]
     for key in sorted(set(public)):
         value = vars(module).get(key)
         owner = getattr(value, "__module__", None)
         # Imported names are documented in the module that defines them; C modules report `_io` for `io`.
-        if isinstance(value, types.ModuleType) or (isinstance(owner, str) and not _same_home(owner, name, module)):
+        if isinstance(value, types.ModuleType) or (isinstance(owner, str) and not _has_same_home(owner, name, module)):
             continue
         label = key if name == "builtins" else f"{name}.{key}"
         if inspect.isclass(value):
             if value.__doc__:
                 yield "class", label, value.__doc__
-            yield from _methods(label, value)
+            yield from _iterate_methods(label, value)
         elif inspect.isroutine(value) and value.__doc__:
             yield "function", label, value.__doc__
 
 
-def _same_home(owner: str, name: str, module: types.ModuleType) -> bool:
+def _has_same_home(owner: str, name: str, module: types.ModuleType) -> bool:
     if name == "os" and owner == "posix":  # os re-exports posix
         return True
     return owner == module.__name__ or owner.lstrip("_").split(".")[0] in (name.split(".")[0], module.__name__)
 
 
-def _methods(label: str, owner: type) -> Iterator[tuple[str, str, str]]:
+def _iterate_methods(label: str, owner: type) -> Iterator[tuple[str, str, str]]:
     for key, value in sorted(vars(owner).items()):
         if key.startswith("_"):
             continue
@@ -185,7 +185,7 @@ def _methods(label: str, owner: type) -> Iterator[tuple[str, str, str]]:
             yield "method", f"{label}.{key}", text
 
 
-def _topics() -> Iterator[tuple[str, str, str]]:
+def _iterate_topics() -> Iterator[tuple[str, str, str]]:
     from pydoc_data.topics import topics
 
     for name, text in sorted(topics.items()):
@@ -194,10 +194,10 @@ def _topics() -> Iterator[tuple[str, str, str]]:
         ruled = len(lines) > 1 and re.fullmatch(r"[*=\-\"^~]{3,}", lines[1].strip())
         title = lines[0].strip() if ruled else name
         body = "\n".join(lines[2:] if ruled else lines)
-        yield "topic", _topic_title(title), body
+        yield "topic", _format_topic_title(title), body
 
 
-def _topic_title(title: str) -> str:
+def _format_topic_title(title: str) -> str:
     title = re.sub(r"[\"“”]", "`", title)
     if title.startswith("The ") or not title[1:2].islower():
         return title.replace("The ", "the ", 1)

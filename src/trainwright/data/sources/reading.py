@@ -33,26 +33,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainwright.data.sources import row_files as document_files
-from trainwright.data.sources.hub import hub_rows, is_hub_id
-from trainwright.data.sources.local_files import SourceFiles, find, missing
-from trainwright.data.sources.registry import SLICE, registered_rows, registered_source, without_slice
+from trainwright.data.sources.hub import is_hub_id, load_hub_rows
+from trainwright.data.sources.local_files import SourceFiles, describe_missing_source, find
+from trainwright.data.sources.registry import SLICE, find_registered_source, load_registered_rows, split_slice
 from trainwright.data.sources.row_files import (
     ANSWERS_NAMES,
     CONTENTS,
     MESSAGES_NAMES,
     TABLES,
     Row,
+    describe_not_text,
+    describe_type,
+    explain_unreadable,
+    iterate_leaves,
     iterate_rows,
-    kind_of,
-    leaves,
-    not_text,
-    suffix_of,
-    text_of,
-    why_unreadable,
+    join_texts,
+    parse_suffix,
 )
 from trainwright.errors import RequestError
-from trainwright.utils.paths import user_path
-from trainwright.utils.text import they
+from trainwright.utils.paths import expand_user_path
+from trainwright.utils.text import format_clause
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -98,46 +98,46 @@ def read_rows(
     Raises:
         RequestError: the source is missing, empty or not parseable, or the values of a column differ in type.
     """
-    name, begin, end = _bounds(source, limit, key, documents)
-    if registered_source(name, key) is not None:
+    name, begin, end = _parse_bounds(source, limit, key, documents)
+    if find_registered_source(name, key) is not None:
         from datasets import Dataset
 
-        rows = Dataset.from_list(registered_rows(name)[begin:end])
-        return _not_empty(rows, source, key)
-    source_files = files_of(name, key, documents)
+        rows = Dataset.from_list(load_registered_rows(name)[begin:end])
+        return _check_not_empty(rows, source, key)
+    source_files = find_source_files(name, key, documents)
     if source_files is None:
-        rows = hub_rows(name, key)
+        rows = load_hub_rows(name, key)
         stop = len(rows) if end is None else min(end, len(rows))
-        return _not_empty(rows.select(range(min(begin, stop), stop)), source, key)
+        return _check_not_empty(rows.select(range(min(begin, stop), stop)), source, key)
     files = list(source_files.usable())
     if not files:
-        raise _nothing_usable(source_files, key)
-    if _are_tables(files) and all(map(_fits_datasets, files)):
-        table = _table(files, end, narrowing).slice(begin)
+        raise _refuse_unusable(source_files, key)
+    if _are_tables(files) and all(map(_can_load_as_dataset, files)):
+        table = _build_table(files, end, narrowing).slice(begin)
     else:
-        table = table_of_rows(lambda: islice(_placed_rows(files, source_files.documents), begin, end), narrowing)
+        table = build_table(lambda: islice(_iterate_placed_rows(files, source_files.documents), begin, end), narrowing)
     if not table.num_rows or not table.num_columns:
         raise RequestError(f"{key}: {source} has no rows")
-    return _dataset(table)
+    return _build_dataset(table)
 
 
-def _not_empty(rows: Dataset, source: str, key: str) -> Dataset:
+def _check_not_empty(rows: Dataset, source: str, key: str) -> Dataset:
     if not len(rows):
         raise RequestError(f"{key}: {source} has no rows")
     return rows
 
 
-def _bounds(source: str, limit: int | None, key: str, documents: bool) -> tuple[str, int, int | None]:
+def _parse_bounds(source: str, limit: int | None, key: str, documents: bool) -> tuple[str, int, int | None]:
     """Return a source without its slice, and the first row of the slice and the one after its last.
 
     Raises:
         RequestError: the slice ends before it begins.
     """
-    name, text = without_slice(source)
+    name, text = split_slice(source)
     match = SLICE.match(text)
     if match is None:
         return name, 0, limit
-    count = _row_count(name, key, documents) if "%" in text else 0
+    count = _count_rows(name, key, documents) if "%" in text else 0
     begin, end = (
         None if number is None else round(float(number) * count / 100) if percent else int(number)
         for number, percent in (match.group(1, 2), match.group(3, 4))
@@ -150,13 +150,13 @@ def _bounds(source: str, limit: int | None, key: str, documents: bool) -> tuple[
     return name, begin, end
 
 
-def _row_count(source: str, key: str, documents: bool) -> int:
-    source_files = files_of(source, key, documents)
+def _count_rows(source: str, key: str, documents: bool) -> int:
+    source_files = find_source_files(source, key, documents)
     if source_files is None:
         return len(read_rows(source, key=key))
     if _are_tables(source_files.files):
-        return sum(table.num_rows for file in source_files.usable() for table in _batches(file))
-    return sum(1 for _ in _placed_rows(source_files.usable(), source_files.documents))
+        return sum(table.num_rows for file in source_files.usable() for table in _iterate_batches(file))
+    return sum(1 for _ in _iterate_placed_rows(source_files.usable(), source_files.documents))
 
 
 def iterate_source(
@@ -174,20 +174,22 @@ def iterate_source(
     Raises:
         RequestError: the source is missing, empty or not parseable.
     """
-    if stream and "%" in without_slice(source)[1]:
+    if stream and "%" in split_slice(source)[1]:
         raise RequestError(f"{key}: {source}: the rows are not counted before they are read; slice it by row numbers")
-    name, begin, end = _bounds(source, limit, key, documents)
-    source_files = files_of(name, key, documents)
+    name, begin, end = _parse_bounds(source, limit, key, documents)
+    source_files = find_source_files(name, key, documents)
     placed: Iterator[tuple[str, Row]]
     if source_files is None:
-        is_stream = stream and registered_source(name, key) is None
-        every = islice(hub_rows(name, key, stream=True), begin, end) if is_stream else read_rows(source, limit, key)
+        is_stream = stream and find_registered_source(name, key) is None
+        every = (
+            islice(load_hub_rows(name, key, stream=True), begin, end) if is_stream else read_rows(source, limit, key)
+        )
         return ((f"{name}: row {number}", dict(row)) for number, row in enumerate(every, begin + 1))
     files = source_files.files if stream else source_files.usable()
     if _are_tables(source_files.files):
-        placed = chain.from_iterable(map(_table_rows, files))
+        placed = chain.from_iterable(map(_iterate_table_rows, files))
     else:
-        placed = _placed_rows(files, source_files.documents)
+        placed = _iterate_placed_rows(files, source_files.documents)
     return islice(placed, begin, end)
 
 
@@ -199,16 +201,16 @@ def check_source(source: str, key: str = "data.train", documents: bool = False) 
     Raises:
         RequestError: as in ``read_rows``.
     """
-    source_files = files_of(source, key, documents)
+    source_files = find_source_files(source, key, documents)
     if source_files is None:
         return []
     first: list[Row] = []
     read = False
     for file in islice(source_files.usable(), 8) if source_files.documents else source_files.files:
         try:
-            rows = _first_rows(file, source_files.documents)
+            rows = _read_first_rows(file, source_files.documents)
         except RequestError:
-            if len(source_files.files) == 1 or source_files.complete or why_unreadable(file) is None:
+            if len(source_files.files) == 1 or source_files.complete or explain_unreadable(file) is None:
                 raise
             continue
         if not rows and len(source_files.files) == 1:
@@ -216,35 +218,35 @@ def check_source(source: str, key: str = "data.train", documents: bool = False) 
         read = read or bool(rows)
         first = (first + rows)[:8] if source_files.documents else first or rows[:8]
     if not read:
-        raise _nothing_usable(source_files, key)
+        raise _refuse_unusable(source_files, key)
     return first
 
 
-def location_of(source: str, index: int, documents: bool = False, key: str = "data") -> str:
+def locate_row(source: str, index: int, documents: bool = False, key: str = "data") -> str:
     """Return the place of row ``index`` of ``read_rows(source)``: its file and line, or the row number from 1."""
-    name, begin, _ = _bounds(source, None, key, documents)
+    name, begin, _ = _parse_bounds(source, None, key, documents)
     index += begin
-    source_files = files_of(name, key, documents)
+    source_files = find_source_files(name, key, documents)
     if source_files is None:
         return f"{name}: row {index + 1}"
     if _are_tables(source_files.files):
         for file in source_files.usable():
-            count = sum(table.num_rows for table in _batches(file))
+            count = sum(table.num_rows for table in _iterate_batches(file))
             if index < count:
                 return f"{file}: row {index + 1}"
             index -= count
-    for location, _ in islice(_placed_rows(source_files.usable(), source_files.documents), index, None):
+    for location, _ in islice(_iterate_placed_rows(source_files.usable(), source_files.documents), index, None):
         return location
     return source  # the file has become shorter since
 
 
-def source_notes(source: str, key: str = "data.train", documents: bool = False) -> list[str]:
+def list_source_notes(source: str, key: str = "data.train", documents: bool = False) -> list[str]:
     """Return messages about how a source was read: the chosen split and the files left out."""
-    source_files = files_of(source, key, documents)
+    source_files = find_source_files(source, key, documents)
     return [] if source_files is None else [*source_files.notes, *source_files.left_out()]
 
 
-def media_notes(rows: Dataset, columns: Sequence[str]) -> list[str]:
+def list_media_notes(rows: Dataset, columns: Sequence[str]) -> list[str]:
     """Return a line about each of the unused ``columns`` that has images, videos or sounds, without reading them."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -259,62 +261,64 @@ def media_notes(rows: Dataset, columns: Sequence[str]) -> list[str]:
         if count := pc.sum(there).as_py():
             media = _MEDIA[name.lower()]
             what = f"have {media} in the column {name}"
-            notes.append(f"{they(count, 'row', what)}: only text is trained on, and a text such as <image> stays in it")
+            notes.append(
+                f"{format_clause(count, 'row', what)}: only text is trained on, and a text such as <image> stays in it"
+            )
     return notes
 
 
-def files_of(source: str, key: str = "data.train", documents: bool = False) -> SourceFiles | None:
+def find_source_files(source: str, key: str = "data.train", documents: bool = False) -> SourceFiles | None:
     """Return the files of a local source (of a file: itself), or None for registered sources and Hub datasets.
 
     Raises:
         RequestError: the file does not exist, or it holds neither rows nor documents.
     """
-    source, part = without_slice(source)
-    if registered_source(source, key) is not None:
+    source, part = split_slice(source)
+    if find_registered_source(source, key) is not None:
         return None
-    if user_path(source).is_dir():
+    if expand_user_path(source).is_dir():
         from trainwright.data.sources.shards import is_shards  # imports numpy
 
         if is_shards(source):
             raise RequestError(f"{key}: {source} has token shards, which only task pretrain reads; use rows or text")
     source_files = find(source, key, documents)
     if source_files is None and not is_hub_id(source):
-        raise RequestError(f"{key}: {missing(source, part)}")
+        raise RequestError(f"{key}: {describe_missing_source(source, part)}")
     return source_files
 
 
-def _nothing_usable(source_files: SourceFiles, key: str) -> RequestError:
+def _refuse_unusable(source_files: SourceFiles, key: str) -> RequestError:
     why = source_files.left_out() or [f"{file} has no rows" for file in source_files.files]
     return RequestError(f"{key}: no readable files: {'; '.join(why[:8])}")
 
 
 def _are_tables(files: Sequence[Path]) -> bool:
-    return suffix_of(files[0]) in TABLES
+    return parse_suffix(files[0]) in TABLES
 
 
-def _first_rows(file: Path, documents: bool) -> list[Row]:
-    if suffix_of(file) in TABLES:
-        return [row for table in islice(_batches(file, 8), 1) for row in _to_rows(file, table)]
-    return [row for _, row in islice(_placed_rows([file], documents), _CHECKED_ROWS)]
+def _read_first_rows(file: Path, documents: bool) -> list[Row]:
+    if parse_suffix(file) in TABLES:
+        return [row for table in islice(_iterate_batches(file, 8), 1) for row in _to_rows(file, table)]
+    return [row for _, row in islice(_iterate_placed_rows([file], documents), _CHECKED_ROWS)]
 
 
-def _placed_rows(files: Iterable[Path], documents: bool) -> Iterator[PlacedRow]:
+def _iterate_placed_rows(files: Iterable[Path], documents: bool) -> Iterator[PlacedRow]:
     read = document_files.read_document if documents else iterate_rows
     for file in files:
-        if suffix_of(file) in TABLES:
-            yield from _table_rows(file)
+        if parse_suffix(file) in TABLES:
+            yield from _iterate_table_rows(file)
         else:
-            yield from ((f"{file}:{line}", with_text_content(row)) for line, row in read(file))
+            yield from ((f"{file}:{line}", join_text_content(row)) for line, row in read(file))
 
 
-def _batches(file: Path, rows: int = 8192) -> Iterator[pa.Table]:
+def _iterate_batches(file: Path, rows: int = 8192) -> Iterator[pa.Table]:
     """Yield a table in parts of at most ``rows`` rows; Arrow files are memory-mapped."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        if suffix_of(file) == ".arrow":
-            table = _mapped(file)
+        if parse_suffix(file) == ".arrow":
+            table = _map_table(file)
             _check_names(file, table.column_names)
             yield from (table.slice(begin, rows) for begin in range(0, table.num_rows, rows))
             return
@@ -323,7 +327,7 @@ def _batches(file: Path, rows: int = 8192) -> Iterator[pa.Table]:
             for batch in opened.iter_batches(batch_size=rows):
                 yield pa.Table.from_batches([batch])
     except (pa.ArrowException, OSError) as error:
-        kind = "an Arrow file" if suffix_of(file) == ".arrow" else "a Parquet file"
+        kind = "an Arrow file" if parse_suffix(file) == ".arrow" else "a Parquet file"
         raise RequestError(f"{file}: not {kind}: {str(error).splitlines()[0]}") from None
 
 
@@ -332,7 +336,7 @@ def _check_names(file: Path, names: Sequence[str]) -> None:
         raise RequestError(f"{file}: has the column {twice[0]} more than once; rename one of them, or remove it")
 
 
-def _mapped(file: Path) -> pa.Table:
+def _map_table(file: Path) -> pa.Table:
     """Memory-map an Arrow file in stream format, which ``datasets`` writes, or in file format."""
     import pyarrow as pa
 
@@ -344,8 +348,8 @@ def _mapped(file: Path) -> pa.Table:
         return pa.ipc.open_file(source).read_all()
 
 
-def _table_rows(file: Path) -> Iterator[tuple[str, Row]]:
-    rows = (row for table in _batches(file, _FEW) for row in _to_rows(file, table))
+def _iterate_table_rows(file: Path) -> Iterator[tuple[str, Row]]:
+    rows = (row for table in _iterate_batches(file, _FEW) for row in _to_rows(file, table))
     return ((f"{file}: row {number}", row) for number, row in enumerate(rows, start=1))
 
 
@@ -353,22 +357,22 @@ def _to_rows(file: Path, table: pa.Table) -> list[Row]:
     columns = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
         try:
-            columns[name] = _values(column)
+            columns[name] = _convert_values(column)
         except (ValueError, TypeError, OverflowError, KeyError) as error:
             why = "a map has a key twice; keep one of them" if isinstance(error, KeyError) else error
             raise RequestError(f"{file}: the column {name} cannot be read: {why}") from None
     rows: list[Row] = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     decoded = [column.name for column in table.schema if _is_json(column.type)]
     for row in rows if decoded else ():
-        row.update(with_text_content({name: row[name] for name in decoded}))
+        row.update(join_text_content({name: row[name] for name in decoded}))
     return rows
 
 
-def _values(column: pa.ChunkedArray) -> list[Any]:
+def _convert_values(column: pa.ChunkedArray) -> list[Any]:
     values: list[Any] = column.to_pylist(maps_as_pydicts="strict")
     if _has_map(column.type):
-        values = [_with_text_keys(value) for value in values]
-    return [_decoded(value, column.type) for value in values] if _is_json(column.type) else values
+        values = [_convert_keys_to_text(value) for value in values]
+    return [_decode_json(value, column.type) for value in values] if _is_json(column.type) else values
 
 
 def _has_map(kind: pa.DataType) -> bool:
@@ -377,22 +381,24 @@ def _has_map(kind: pa.DataType) -> bool:
     return pa.types.is_map(kind) or any(_has_map(kind.field(index).type) for index in range(kind.num_fields))
 
 
-def _with_text_keys(value: Any) -> Any:
+def _convert_keys_to_text(value: Any) -> Any:
     """Return a value whose objects have text as keys, as JSON has; bytes are UTF-8."""
     if isinstance(value, list):
-        return [_with_text_keys(item) for item in value]
+        return [_convert_keys_to_text(item) for item in value]
     if not isinstance(value, dict):
         return value
-    return {key.decode() if isinstance(key, bytes) else str(key): _with_text_keys(item) for key, item in value.items()}
+    return {
+        key.decode() if isinstance(key, bytes) else str(key): _convert_keys_to_text(item) for key, item in value.items()
+    }
 
 
-def _fits_datasets(file: Path) -> bool:
+def _can_load_as_dataset(file: Path) -> bool:
     """Return whether ``datasets`` has a type for each column of a table, as for maps it has none, and no column is JSON
     text, its type Json, which is decoded here.
     """
     from datasets import Features
 
-    for table in islice(_batches(file, 1), 1):
+    for table in islice(_iterate_batches(file, 1), 1):
         if any(_is_json(column.type) for column in table.schema):
             return False
         try:
@@ -410,7 +416,7 @@ def _is_json(kind: pa.DataType) -> bool:
     return any(_is_json(kind.field(index).type) for index in range(kind.num_fields))
 
 
-def _decoded(value: Any, kind: pa.DataType) -> Any:
+def _decode_json(value: Any, kind: pa.DataType) -> Any:
     """Return a value with the JSON text in it decoded; in objects of the table, keys without a value are left out."""
     import pyarrow as pa
 
@@ -420,25 +426,25 @@ def _decoded(value: Any, kind: pa.DataType) -> Any:
         return json.loads(value)
     if pa.types.is_struct(kind):
         values = {name: item for name, item in value.items() if item is not None}
-        return {name: _decoded(item, kind.field(name).type) for name, item in values.items()}
+        return {name: _decode_json(item, kind.field(name).type) for name, item in values.items()}
     if isinstance(value, list) and _is_json(kind):
-        return [_decoded(item, kind.value_type) for item in value]
+        return [_decode_json(item, kind.value_type) for item in value]
     return value
 
 
-def _table(files: Sequence[Path], limit: int | None, narrowing: Narrowing | None) -> pa.Table:
+def _build_table(files: Sequence[Path], limit: int | None, narrowing: Narrowing | None) -> pa.Table:
     import pyarrow as pa
 
     def tables() -> Iterator[pa.Table]:
         remaining = limit
-        for table in chain.from_iterable(map(_batches, files)):
+        for table in chain.from_iterable(map(_iterate_batches, files)):
             yield table if remaining is None else table.slice(0, remaining)
             if remaining is not None and (remaining := remaining - table.num_rows) <= 0:
                 return
 
     if next(tables(), None) is None:
         raise RequestError(f"{', '.join(map(str, files))}: no rows")
-    mapped = all(suffix_of(file) == ".arrow" for file in files)
+    mapped = all(parse_suffix(file) == ".arrow" for file in files)
     # Memory-mapped tables occupy no memory, so they are concatenated without a copy.
     join = functools.partial(pa.concat_tables, promote_options="permissive") if mapped else join_tables
     try:
@@ -450,12 +456,12 @@ def _table(files: Sequence[Path], limit: int | None, narrowing: Narrowing | None
             columns = list(dict.fromkeys(name for table in tables() for name in table.column_names))
             first = _to_rows(files[0], next(tables()).slice(0, _FIRST))
             used = narrowing(columns, first)(dict.fromkeys(columns, True)).keys()
-            return join(_without_values(table, [name for name in columns if name not in used]) for table in tables())
+            return join(_drop_values(table, [name for name in columns if name not in used]) for table in tables())
     except pa.ArrowException as error:
         raise RequestError(f"{files[0].parent}: the files' columns differ in type: {error}") from None
 
 
-def _without_values(table: pa.Table, columns: Sequence[str]) -> pa.Table:
+def _drop_values(table: pa.Table, columns: Sequence[str]) -> pa.Table:
     import pyarrow as pa
 
     for name in columns:
@@ -464,7 +470,7 @@ def _without_values(table: pa.Table, columns: Sequence[str]) -> pa.Table:
     return table
 
 
-def _dataset(table: pa.Table) -> Dataset:
+def _build_dataset(table: pa.Table) -> Dataset:
     from datasets import Dataset
     from datasets.table import InMemoryTable
 
@@ -473,7 +479,7 @@ def _dataset(table: pa.Table) -> Dataset:
     return Dataset(InMemoryTable(table.replace_schema_metadata(None)), fingerprint=uuid.uuid4().hex[:16])
 
 
-def table_of_rows(read: Callable[[], Iterator[PlacedRow]], narrowing: Narrowing | None = None) -> pa.Table:
+def build_table(read: Callable[[], Iterator[PlacedRow]], narrowing: Narrowing | None = None) -> pa.Table:
     """Return one table of all rows; each call of ``read`` yields the rows from the start.
 
     Args:
@@ -485,7 +491,7 @@ def table_of_rows(read: Callable[[], Iterator[PlacedRow]], narrowing: Narrowing 
     import pyarrow as pa
 
     def chunks(rows: Iterator[PlacedRow]) -> Iterator[pa.Table]:
-        while chunk := _chunk(rows):
+        while chunk := _read_chunk(rows):
             columns = dict.fromkeys(key for _, row in chunk for key in row)
             yield pa.table({key: pa.array([row.get(key) for _, row in chunk]) for key in columns})
 
@@ -507,7 +513,7 @@ def table_of_rows(read: Callable[[], Iterator[PlacedRow]], narrowing: Narrowing 
         raise _explain(used(), error) from None
 
 
-def _chunk(rows: Iterator[PlacedRow]) -> list[PlacedRow]:
+def _read_chunk(rows: Iterator[PlacedRow]) -> list[PlacedRow]:
     """Return the next rows, fewer if their texts are long."""
     chunk: list[PlacedRow] = []
     characters = 0
@@ -528,13 +534,13 @@ def join_tables(tables: Iterable[pa.Table]) -> pa.Table:
     for table in tables:
         in_memory.append(table)
         if sum(part.nbytes for part in in_memory) > _SPILL_BYTES:
-            joined.append(_spill(pa.concat_tables(in_memory, promote_options="permissive")))
+            joined.append(_spill_table(pa.concat_tables(in_memory, promote_options="permissive")))
             in_memory = []
     parts = joined + in_memory
     return pa.concat_tables(parts, promote_options="permissive") if parts else pa.table({})
 
 
-def _spill(table: pa.Table) -> pa.Table:
+def _spill_table(table: pa.Table) -> pa.Table:
     """Return the same table memory-mapped from a deleted file, whose space is freed with its last reader."""
     import pyarrow as pa
 
@@ -553,38 +559,38 @@ def _explain(rows: Iterator[PlacedRow], error: Exception) -> RequestError:
     seen: dict[str, tuple[str, str]] = {}
     here = ""
     for here, row in rows:
-        for field, value in leaves("", row):
-            if field.endswith(_PARTS) and isinstance(value, list) and (why := not_text(value, named=True)):
+        for field, value in iterate_leaves("", row):
+            if field.endswith(_PARTS) and isinstance(value, list) and (why := describe_not_text(value, named=True)):
                 return RequestError(f"{here}: {field} {why}")
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
                 return RequestError(f"{here}: {field} is a number of more than 64 bits; write it as text")
-            kind, location = seen.setdefault(field, (kind_of(value), here))
-            if kind != kind_of(value):
+            kind, location = seen.setdefault(field, (describe_type(value), here))
+            if kind != describe_type(value):
                 return RequestError(
-                    f"{here}: {field} is {kind_of(value)} here and {kind} at {location}; use one type in all rows"
+                    f"{here}: {field} is {describe_type(value)} here and {kind} at {location}; use one type in all rows"
                 )
     return RequestError(f"{here}: the rows do not fit one table: {error}")
 
 
-def with_text_content(row: Row) -> Row:
+def join_text_content(row: Row) -> Row:
     """Join lists of text parts and serialize tools in a row, so that columns have one type."""
     turns = [field for field in _TURN_COLUMNS if isinstance(row.get(field), list)]
-    if tools := {name: _as_text(row[name]) for name in _TOOL_COLUMNS if isinstance(row.get(name), list)}:
+    if tools := {name: _to_text(row[name]) for name in _TOOL_COLUMNS if isinstance(row.get(name), list)}:
         row = {**row, **tools}
-    return {**row, **{field: [_joined(turn) for turn in row[field]] for field in turns}} if turns else row
+    return {**row, **{field: [_join_turn(turn) for turn in row[field]] for field in turns}} if turns else row
 
 
-def _joined(turn: Any) -> Any:
+def _join_turn(turn: Any) -> Any:
     if not isinstance(turn, dict):
         return turn
     if isinstance(turn.get("tool_calls"), list):
-        turn = {**turn, "tool_calls": _as_text(turn["tool_calls"])}
+        turn = {**turn, "tool_calls": _to_text(turn["tool_calls"])}
     if isinstance(turn.get("function_call"), dict):
-        turn = {**turn, "function_call": _as_text(turn["function_call"])}
-    lists = {key: text_of(turn[key]) for key in CONTENTS if isinstance(turn.get(key), list)}
+        turn = {**turn, "function_call": _to_text(turn["function_call"])}
+    lists = {key: join_texts(turn[key]) for key in CONTENTS if isinstance(turn.get(key), list)}
     return {**turn, **{key: text for key, text in lists.items() if text is not None}} if lists else turn
 
 
-def _as_text(value: Any) -> Any:
+def _to_text(value: Any) -> Any:
     """Return a list or an object as JSON text, and any other value unchanged."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, list | dict) else value

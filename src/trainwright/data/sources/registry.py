@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.sources.pydoc_rows import pydoc_key, pydoc_pairs, pydoc_rows
+from trainwright.data.sources.pydoc_rows import build_pydoc_key, build_pydoc_pairs, build_pydoc_rows
 from trainwright.errors import RequestError
-from trainwright.machine.cache import cache_root, try_write
+from trainwright.machine.cache import find_cache_root, try_write
 from trainwright.recipe.registries import SOURCES
-from trainwright.utils.paths import user_path
+from trainwright.utils.paths import expand_user_path
 
 if TYPE_CHECKING:
     from trainwright.data.sources.row_files import Row
@@ -42,7 +42,7 @@ class Source:
     keep: bool = False
 
 
-def stdlib_rows() -> Iterator[dict[str, str]]:
+def iterate_stdlib_rows() -> Iterator[dict[str, str]]:
     """Yield the standard library as rows ``{"text"}``: the source of every module, then the language reference topics.
 
     Sorted by name; equal interpreters give equal rows.
@@ -59,14 +59,17 @@ def stdlib_rows() -> Iterator[dict[str, str]]:
         yield {"text": topics[name]}
 
 
-PYDOC = Source(pydoc_rows, pydoc_key, {"question": "What is it?", "answer": "It is this."}, keep=True)
+PYDOC = Source(build_pydoc_rows, build_pydoc_key, {"question": "What is it?", "answer": "It is this."}, keep=True)
 PYDOC_PAIRS = Source(
-    pydoc_pairs, pydoc_key, {"prompt": "What is it?", "chosen": "It is this.", "rejected": "It is that."}, keep=True
+    build_pydoc_pairs,
+    build_pydoc_key,
+    {"prompt": "What is it?", "chosen": "It is this.", "rejected": "It is that."},
+    keep=True,
 )
-STDLIB = Source(stdlib_rows, pydoc_key, {"text": "import this"})
+STDLIB = Source(iterate_stdlib_rows, build_pydoc_key, {"text": "import this"})
 
 
-def registered_source(name: str, key: str = "data.train") -> Source | None:
+def find_registered_source(name: str, key: str = "data.train") -> Source | None:
     """Return the source with this name or at ``module:Name``, or None for files and Hub datasets.
 
     Args:
@@ -75,9 +78,9 @@ def registered_source(name: str, key: str = "data.train") -> Source | None:
     Raises:
         RequestError: the source of another package cannot be used.
     """
-    name, _ = without_slice(name)
+    name, _ = split_slice(name)
     if name not in SOURCES.names():
-        path, head = user_path(name), user_path(name.partition(":")[0])
+        path, head = expand_user_path(name), expand_user_path(name.partition(":")[0])
         if path.exists() or (head.is_dir() and not (head / "__init__.py").is_file()):
             return None
     try:
@@ -91,22 +94,22 @@ _BOUND = r"([0-9]+|[0-9]*\.[0-9]+(?=%))(%?)"
 SLICE = re.compile(rf"\[(?:{_BOUND})?:(?:{_BOUND})?\]$")
 
 
-def without_slice(source: str) -> tuple[str, str]:
+def split_slice(source: str) -> tuple[str, str]:
     """Return a source and the slice that it ends with, or an empty text."""
     match = SLICE.search(source)
     return (source, "") if match is None else (source[: match.start()], match[0])
 
 
-def registered_rows(name: str) -> list[Row]:
+def load_registered_rows(name: str) -> list[Row]:
     """Return the rows of a registered source.
 
     Raises:
         RequestError: its code fails, or returns no rows.
     """
-    source = registered_source(name)
+    source = find_registered_source(name)
     assert source is not None, f"{name} is registered"
     digest = hashlib.sha256(f"{name} {source.key()}".encode()).hexdigest()
-    file = cache_root() / "datasets" / "built-in" / f"{digest}.json"
+    file = find_cache_root() / "datasets" / "built-in" / f"{digest}.json"
     if source.keep:
         try:
             cached: list[Row] = json.loads(file.read_text(encoding="utf-8"))

@@ -30,7 +30,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from trainwright.errors import MachineError, RequestError
 from trainwright.utils.installation import install_command
-from trainwright.utils.text import plural
+from trainwright.utils.text import format_plural
 
 if TYPE_CHECKING:
     from docx.table import Table
@@ -64,67 +64,67 @@ def iterate_rows(path: Path) -> Iterator[LocatedRow]:
     Raises:
         RequestError: the file cannot be parsed or a row is not an object; the message is ``file:line: reason``.
     """
-    return READERS[suffix_of(path)](path)
+    return READERS[parse_suffix(path)](path)
 
 
-def _json(path: Path) -> Iterator[LocatedRow]:
+def _iterate_json(path: Path) -> Iterator[LocatedRow]:
     """Yield the rows of an array of objects or texts, of an object with one such list, or of consecutive objects."""
-    first = list(islice(((line, raw) for line, raw in numbered_lines(path) if raw.strip()), 2))
+    first = list(islice(((line, raw) for line, raw in iterate_numbered_lines(path) if raw.strip()), 2))
     if len(first) == 2 and first[0][1].lstrip().startswith(b"{") and _is_object(first[0][1]):
-        yield from _object_a_line(path)
+        yield from _iterate_line_objects(path)
     else:
-        yield from _values(path)
+        yield from _iterate_values(path)
 
 
-def _jsonl(path: Path) -> Iterator[LocatedRow]:
-    first = next((raw.strip() for _, raw in numbered_lines(path) if raw.strip()), b"")
-    yield from _values(path) if first.startswith(b"[") or first == b"{" else _object_a_line(path)
+def _iterate_jsonl(path: Path) -> Iterator[LocatedRow]:
+    first = next((raw.strip() for _, raw in iterate_numbered_lines(path) if raw.strip()), b"")
+    yield from _iterate_values(path) if first.startswith(b"[") or first == b"{" else _iterate_line_objects(path)
 
 
-def _object_a_line(path: Path) -> Iterator[LocatedRow]:
-    for line, text in enumerate(_text(path), start=1):
+def _iterate_line_objects(path: Path) -> Iterator[LocatedRow]:
+    for line, text in enumerate(_iterate_text_lines(path), start=1):
         if not text.strip():
             continue
-        value, end = _value(path, text, _skip_space(text, 0), line)
+        value, end = _parse_value(path, text, _skip_space(text, 0), line)
         if (rest := _skip_space(text, end)) < len(text):
             extra = f"extra data after the object (column {end + 1}); write one row per line"
             why = _LONE_RETURNS if "\r" in text[end:rest] else extra
             raise RequestError(f"{path}:{line}: not JSON: {why}")
-        yield line, _row(path, line, value, text)
+        yield line, _check_row(path, line, value, text)
 
 
-def _values(path: Path) -> Iterator[LocatedRow]:
+def _iterate_values(path: Path) -> Iterator[LocatedRow]:
     """Yield the rows of a file that is read into memory as a whole."""
     text = read_text(path)
     start = _skip_space(text, 0)
     if text[start : start + 1] == "{":
-        value, end = _value(path, text, start)
+        value, end = _parse_value(path, text, start)
         if text[_skip_space(text, end) : _skip_space(text, end) + 1] == "{":
-            yield from _objects(path, text, start)
+            yield from _iterate_objects(path, text, start)
             return
         lists = [key for key, item in value.items() if isinstance(item, list)]
         if len(lists) == 1 and lists[0] in _CONVERSATIONS and _skip_space(text, end) == len(text):
-            yield text.count("\n", 0, start) + 1, _row(path, 1, value, text)
+            yield text.count("\n", 0, start) + 1, _check_row(path, 1, value, text)
             return
-        start = _only_list(path, text, start)
+        start = _find_only_list(path, text, start)
     if text[start : start + 1] != "[":
-        raise _wrong(path, text, start, "expected a list of objects")
-    end = yield from _array(path, text, start)
+        raise _refuse_json(path, text, start, "expected a list of objects")
+    end = yield from _iterate_array(path, text, start)
     rest = _skip_space(text, end)
     if start == _skip_space(text, 0) and rest < len(text):  # an object was already read to its end
-        raise _wrong(path, text, rest, "extra data after the list; write one object per line, or one list")
+        raise _refuse_json(path, text, rest, "extra data after the list; write one object per line, or one list")
 
 
-def _objects(path: Path, text: str, position: int) -> Iterator[LocatedRow]:
+def _iterate_objects(path: Path, text: str, position: int) -> Iterator[LocatedRow]:
     line, counted = 1, 0
     while position < len(text):
         line, counted = line + text.count("\n", counted, position), position
-        value, end = _value(path, text, position)
-        yield line, _row(path, line, value, text[position:end])
+        value, end = _parse_value(path, text, position)
+        yield line, _check_row(path, line, value, text[position:end])
         position = _skip_space(text, end)
 
 
-def _array(path: Path, text: str, start: int) -> Generator[LocatedRow, None, int]:
+def _iterate_array(path: Path, text: str, start: int) -> Generator[LocatedRow, None, int]:
     """Yield the items of a list as rows; return the position after the list."""
     position, line, counted = _skip_space(text, start + 1), 1, 0
     mark = text[position : position + 1]
@@ -133,24 +133,24 @@ def _array(path: Path, text: str, start: int) -> Generator[LocatedRow, None, int
     texts = mark == '"'  # a plain list of texts, the format of the MUSE data
     while True:
         line, counted = line + text.count("\n", counted, position), position
-        value, end = _value(path, text, position)
+        value, end = _parse_value(path, text, position)
         row = {"text": value} if texts and isinstance(value, str) else value
-        yield line, _row(path, line, row, text[position:end])
+        yield line, _check_row(path, line, row, text[position:end])
         position = _skip_space(text, end)
         mark = text[position : position + 1]
         if mark == "]":
             return position + 1
         if mark != ",":
-            raise _wrong(path, text, position, "',' or ']' should follow a row; is the file cut off?")
+            raise _refuse_json(path, text, position, "',' or ']' should follow a row; is the file cut off?")
         position = _skip_space(text, position + 1)
 
 
-def _only_list(path: Path, text: str, start: int) -> int:
+def _find_only_list(path: Path, text: str, start: int) -> int:
     """Return the position of the only list among an object's values."""
-    value, end = _value(path, text, start)
+    value, end = _parse_value(path, text, start)
     rest = _skip_space(text, end)
     if rest < len(text):
-        raise _wrong(path, text, rest, "extra data after the JSON value; write one row per line (.jsonl)")
+        raise _refuse_json(path, text, rest, "extra data after the JSON value; write one row per line (.jsonl)")
     lists = [key for key, item in value.items() if isinstance(item, list)]
     if len(lists) != 1:
         summary = f"{len(lists)} lists ({', '.join(lists[:8])})" if lists else "none"
@@ -160,28 +160,28 @@ def _only_list(path: Path, text: str, start: int) -> int:
         )
     position = start + 1
     while True:
-        key, position = _value(path, text, _skip_space(text, position))
+        key, position = _parse_value(path, text, _skip_space(text, position))
         position = _skip_space(text, _skip_space(text, position) + 1)  # skip the colon
         if key == lists[0] and text[position] == "[":
             return position
-        _, position = _value(path, text, position)
+        _, position = _parse_value(path, text, position)
         position = _skip_space(text, position) + 1  # skip the comma
 
 
-def _text(path: Path) -> Iterator[str]:
+def _iterate_text_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a file with their line ends; raise RequestError if they are not UTF-8."""
-    for _, raw in numbered_lines(path):
+    for _, raw in iterate_numbered_lines(path):
         try:
             yield raw.decode()
         except UnicodeDecodeError:
-            raise _undecodable(path) from None
+            raise _refuse_encoding(path) from None
 
 
-def _csv(path: Path) -> Iterator[LocatedRow]:
+def _iterate_csv(path: Path) -> Iterator[LocatedRow]:
     """Yield the rows of a CSV file; every value is text, and an empty field is empty text."""
     csv.field_size_limit(LONGEST_LINE)
-    delimiter = _delimiter(_text(path), "\t" if suffix_of(path) == ".tsv" else ",")
-    reader = csv.reader(_text(path), delimiter=delimiter, strict=True)
+    delimiter = _find_delimiter(_iterate_text_lines(path), "\t" if parse_suffix(path) == ".tsv" else ",")
+    reader = csv.reader(_iterate_text_lines(path), delimiter=delimiter, strict=True)
     try:
         header = next((fields for fields in reader if any(map(str.strip, fields))), [])
         header = [name.strip() or f"column {number}" for number, name in enumerate(header, start=1)]
@@ -194,7 +194,7 @@ def _csv(path: Path) -> Iterator[LocatedRow]:
                 continue
             if len(fields) != len(header):
                 raise RequestError(
-                    f"{path}:{line}: {plural(len(fields), 'field')} where the header has {len(header)} "
+                    f"{path}:{line}: {format_plural(len(fields), 'field')} where the header has {len(header)} "
                     f"({', '.join(header)}); is a comma or a quote not escaped?"
                 )
             yield line, dict(zip(header, fields, strict=True))
@@ -203,7 +203,7 @@ def _csv(path: Path) -> Iterator[LocatedRow]:
         raise RequestError(f"{path}:{reader.line_num}: not CSV: {why}") from None
 
 
-def _delimiter(text: Iterator[str], usual: str) -> str:
+def _find_delimiter(text: Iterator[str], usual: str) -> str:
     """Return the delimiter that splits the header into at least two fields and the next line into the same number."""
     sample, size = [], 0
     for line in text:
@@ -221,11 +221,11 @@ def _delimiter(text: Iterator[str], usual: str) -> str:
     return usual
 
 
-def _plain(path: Path) -> Iterator[LocatedRow]:
+def _iterate_paragraphs(path: Path) -> Iterator[LocatedRow]:
     """Yield paragraphs, which empty lines separate, as rows ``{"text"}``."""
     first = 0
     paragraph: list[str] = []
-    for number, line in enumerate(_text(path), start=1):
+    for number, line in enumerate(_iterate_text_lines(path), start=1):
         if "\0" in line:
             raise RequestError(f"{path}:{number}: not text: a zero byte; is it a binary file?")
         if line.strip():
@@ -239,13 +239,13 @@ def _plain(path: Path) -> Iterator[LocatedRow]:
 
 
 READERS: dict[str, Callable[[Path], Iterator[LocatedRow]]] = {
-    ".json": _json,
-    ".jsonl": _jsonl,
-    ".ndjson": _jsonl,
-    ".csv": _csv,
-    ".tsv": _csv,
-    ".txt": _plain,
-    ".md": _plain,
+    ".json": _iterate_json,
+    ".jsonl": _iterate_jsonl,
+    ".ndjson": _iterate_jsonl,
+    ".csv": _iterate_csv,
+    ".tsv": _iterate_csv,
+    ".txt": _iterate_paragraphs,
+    ".md": _iterate_paragraphs,
 }
 
 
@@ -254,11 +254,11 @@ def read_text(path: Path) -> str:
     try:
         return read_all(path).decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise _undecodable(path) from None
+        raise _refuse_encoding(path) from None
 
 
-def _undecodable(path: Path) -> RequestError:
-    for line, raw in numbered_lines(path):
+def _refuse_encoding(path: Path) -> RequestError:
+    for line, raw in iterate_numbered_lines(path):
         if line == 1 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             return RequestError(f"{path}: UTF-16 text; save the file as UTF-8")
         try:
@@ -268,12 +268,12 @@ def _undecodable(path: Path) -> RequestError:
     return RequestError(f"{path}: not UTF-8 text; save the file as UTF-8")
 
 
-def _constant(name: str) -> None:
+def _check_constant(name: str) -> None:
     if name != "NaN":
         raise ValueError(f"{name} is not a JSON value; use null, or write the number as text")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _build_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):  # json would keep the last value only
         keys = [key for key, _ in pairs]
@@ -282,10 +282,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-_DECODER = json.JSONDecoder(parse_constant=_constant, object_pairs_hook=_object)
+_DECODER = json.JSONDecoder(parse_constant=_check_constant, object_pairs_hook=_build_object)
 
 
-def _value(path: Path, text: str, position: int, line: int | None = None) -> tuple[Any, int]:
+def _parse_value(path: Path, text: str, position: int, line: int | None = None) -> tuple[Any, int]:
     """Return the value at ``position`` and its end; ``line`` is the line number if ``text`` is a single line."""
     try:
         return _DECODER.raw_decode(text, position)
@@ -306,10 +306,10 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
-def _row(path: Path, line: int, value: Any, text: str) -> Row:
+def _check_row(path: Path, line: int, value: Any, text: str) -> Row:
     """Check that a value is a valid row and return it; ``text`` is its JSON source."""
     if not isinstance(value, dict):
-        raise RequestError(f"{path}:{line}: a row must be an object with named fields, not {kind_of(value)}")
+        raise RequestError(f"{path}:{line}: a row must be an object with named fields, not {describe_type(value)}")
     level: list[Any] = [value]
     for _ in range(_DEEPEST):
         inside = (part.values() if isinstance(part, dict) else part for part in level)
@@ -319,14 +319,16 @@ def _row(path: Path, line: int, value: Any, text: str) -> Row:
     else:
         raise RequestError(f"{path}:{line}: {_TOO_DEEP}")
     escapes = "\\ud" in text or "\\uD" in text  # usually an emoji, but it may be an unpaired surrogate
-    if escapes and not _encodes(json.dumps(value, ensure_ascii=False)):
-        halves = (field for field, item in leaves("", value) if isinstance(item, str) and not _encodes(item))
+    if escapes and not _is_encodable(json.dumps(value, ensure_ascii=False)):
+        halves = (
+            field for field, item in iterate_leaves("", value) if isinstance(item, str) and not _is_encodable(item)
+        )
         field = next(halves, "the name of a field")
         raise RequestError(f"{path}:{line}: {field} contains an unpaired surrogate (\\ud800 to \\udfff); remove it")
     return value
 
 
-def leaves(field: str, value: Any) -> Iterator[tuple[str, Any]]:
+def iterate_leaves(field: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield ``(path, value)`` for every value of a row that is not null, containers included."""
     if value is None:
         return
@@ -334,13 +336,13 @@ def leaves(field: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield field, value
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from leaves(f"{field}.{key}" if field else key, item)
+            yield from iterate_leaves(f"{field}.{key}" if field else key, item)
     elif isinstance(value, list):
         for item in value:
-            yield from leaves(f"{field}[]", item)
+            yield from iterate_leaves(f"{field}[]", item)
 
 
-def _encodes(text: str) -> bool:
+def _is_encodable(text: str) -> bool:
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -348,14 +350,14 @@ def _encodes(text: str) -> bool:
     return True
 
 
-def text_of(parts: list[Any]) -> str | None:
+def join_texts(parts: list[Any]) -> str | None:
     """Join a list of text parts; return None if any part is not text."""
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
     strings = [text for text in texts if isinstance(text, str)]
     return "".join(strings) if len(strings) == len(texts) else None
 
 
-def not_text(parts: list[Any], *, named: bool = False) -> str:
+def describe_not_text(parts: list[Any], *, named: bool = False) -> str:
     """Return a message about the first part of a content that is not text, or "" if all are.
 
     Args:
@@ -368,30 +370,30 @@ def not_text(parts: list[Any], *, named: bool = False) -> str:
         if isinstance(kind, str):
             return f"has a part of type {kind}, which is not text; remove the part or the row"
         if not named:
-            return f'has a part that is not text; a part is {{"type": "text", "text": "…"}}, not {kind_of(part)}'
+            return f'has a part that is not text; a part is {{"type": "text", "text": "…"}}, not {describe_type(part)}'
     return ""
 
 
-def as_json(row: Row) -> str:
+def to_json(row: Row) -> str:
     """Return a row as one line of JSON; dates and other table values become text, NaN and infinity become null.
 
     Raises:
         RequestError: a column holds bytes.
     """
-    return json.dumps({name: _without_nan(value) for name, value in row.items()}, ensure_ascii=False, default=_as_text)
+    return json.dumps({name: _replace_nan(value) for name, value in row.items()}, ensure_ascii=False, default=_to_text)
 
 
-def _without_nan(value: Any) -> Any:
+def _replace_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _as_text(value: Any) -> str:
+def _to_text(value: Any) -> str:
     if isinstance(value, bytes):
         raise RequestError("a column of bytes cannot be written as JSON; remove it")
     return str(value)
 
 
-def kind_of(value: object) -> str:
+def describe_type(value: object) -> str:
     """Return the name of a value's type for messages: of JSON's types, or of those that tables have besides."""
     if isinstance(value, bool):
         return "true or false"
@@ -400,7 +402,7 @@ def kind_of(value: object) -> str:
     return next((name for kind, name in names.items() if isinstance(value, kind)), other)
 
 
-def _wrong(path: Path, text: str, position: int, reason: str) -> RequestError:
+def _refuse_json(path: Path, text: str, position: int, reason: str) -> RequestError:
     return RequestError(f"{path}:{text.count(chr(10), 0, position) + 1}: not JSON rows: {reason}")
 
 
@@ -420,7 +422,7 @@ ALONE = frozenset((*_CODE, _DOCX))
 SUFFIXES = frozenset((*ALONE, ".txt", ".md"))
 
 
-def document_files(directory: Path) -> list[Path]:
+def list_documents(directory: Path) -> list[Path]:
     """Return the documents in ``directory`` and its subdirectories, sorted by path, without hidden ones."""
     files = []
     for folder, inside, names in os.walk(directory):
@@ -436,10 +438,10 @@ def read_document(path: Path) -> Iterator[LocatedRow]:
         RequestError: the file is not UTF-8 text or not a Word file.
         MachineError: python-docx is not installed.
     """
-    yield 1, {"text": _docx(path) if path.suffix.lower() == _DOCX else read_text(path)}
+    yield 1, {"text": _read_docx(path) if path.suffix.lower() == _DOCX else read_text(path)}
 
 
-def _docx(path: Path) -> str:
+def _read_docx(path: Path) -> str:
     """Return the text of a Word file: one line per paragraph and per table row, with tabs between the cells."""
     try:
         from docx import Document
@@ -451,10 +453,10 @@ def _docx(path: Path) -> str:
         parts = list(Document(str(path)).iter_inner_content())
     except (OpcError, OSError, KeyError, ValueError) as error:
         raise RequestError(f"{path}: not a Word file: {error}") from None
-    return "\n".join(_table(part) if isinstance(part, Table) else part.text for part in parts)
+    return "\n".join(_format_table(part) if isinstance(part, Table) else part.text for part in parts)
 
 
-def _table(table: Table) -> str:
+def _format_table(table: Table) -> str:
     return "\n".join("\t".join(cell.text for cell in row.cells) for row in table.rows)
 
 
@@ -465,14 +467,14 @@ _PIECE = 2**20
 LONGEST_LINE = 256 * 2**20  # bytes; a line is read into memory as a whole
 
 
-def suffix_of(file: Path) -> str:
+def parse_suffix(file: Path) -> str:
     """Return the suffix of the file format, in lower case: ``.jsonl`` for ``rows.jsonl.gz``."""
     suffix = file.suffix.lower()
     return Path(file.stem).suffix.lower() if suffix in COMPRESSED else suffix
 
 
 @contextmanager
-def opened(file: Path) -> Iterator[IO[bytes]]:
+def open_decompressed(file: Path) -> Iterator[IO[bytes]]:
     """Open a file as bytes, decompressed if its name says that it is compressed.
 
     Raises:
@@ -486,9 +488,9 @@ def opened(file: Path) -> Iterator[IO[bytes]]:
         raise RequestError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield ``(line number from 1, line)`` without a byte order mark; raise RequestError as ``opened``."""
-    with opened(file) as stream:
+def iterate_numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield ``(line number from 1, line)`` without a byte order mark; raise RequestError as ``open_decompressed``."""
+    with open_decompressed(file) as stream:
         number = 0
         while line := stream.readline(LONGEST_LINE + 1):
             number += 1
@@ -500,35 +502,35 @@ def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def read_all(file: Path) -> bytes:
-    """Return all bytes of a file, decompressed; raise RequestError as ``opened``."""
-    with opened(file) as stream:
+    """Return all bytes of a file, decompressed; raise RequestError as ``open_decompressed``."""
+    with open_decompressed(file) as stream:
         return stream.read()
 
 
-def why_unreadable(file: Path) -> str | None:
+def explain_unreadable(file: Path) -> str | None:
     """Return why a file cannot be read, such as ``is empty``, or None if it can."""
     try:
         stat = file.stat()
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    return _why_unreadable(str(file), stat.st_size, stat.st_mtime_ns)
+    return _explain_unreadable(str(file), stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=2**16)
-def _why_unreadable(name: str, size: int, _: int) -> str | None:
+def _explain_unreadable(name: str, size: int, _: int) -> str | None:
     file = Path(name)
     if not size:
         return "is empty"
     if not os.access(file, os.R_OK):
         return "cannot be read: permission denied"
     try:
-        if suffix_of(file) == ".parquet":
+        if parse_suffix(file) == ".parquet":
             return None if _has_magic(file, size) else "is not a complete Parquet file"
-        if suffix_of(file) == ".arrow":
+        if parse_suffix(file) == ".arrow":
             return None
-        if suffix_of(file) == ".docx":
+        if parse_suffix(file) == ".docx":
             return None if zipfile.is_zipfile(file) else "is not a Word file"
-        return _why_no_text(file)
+        return _explain_not_text(file)
     except RequestError as error:
         return str(error).removeprefix(f"{file}: ")
 
@@ -540,10 +542,10 @@ def _has_magic(file: Path, size: int) -> bool:
         return begin == stream.read() == _MAGIC
 
 
-def _why_no_text(file: Path) -> str | None:
+def _explain_not_text(file: Path) -> str | None:
     decoder = codecs.getincrementaldecoder("utf-8")()
     line, blank = 1, True
-    with opened(file) as stream:
+    with open_decompressed(file) as stream:
         while True:
             raw = stream.read(_PIECE)
             try:

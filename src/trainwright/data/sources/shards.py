@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from trainwright.errors import RequestError
 from trainwright.recipe.files import parse_json
-from trainwright.utils.paths import retried, user_path
+from trainwright.utils.paths import expand_user_path, retry_stale
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -130,17 +130,17 @@ class Shards:
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase, key: str = "data.train") -> None:
         """Raise RequestError unless the shards were made with this tokenizer."""
         stored = self.about["tokenizer"]
-        if stored["fingerprint"] != tokenizer_fingerprint(tokenizer):
+        if stored["fingerprint"] != fingerprint_tokenizer(tokenizer):
             raise RequestError(
                 f"{key}: {self.directory} was made with another tokenizer ({stored['name']}, {stored['vocabulary']:,} "
-                f"tokens) than the model's ({tokenizer_name(tokenizer)}, {len(tokenizer):,} tokens); tokenize the "
+                f"tokens) than the model's ({describe_tokenizer(tokenizer)}, {len(tokenizer):,} tokens); tokenize the "
                 f"text again, or set model.tokenizer to {stored['name']}"
             )
 
 
 def is_shards(source: str) -> bool:
     """Return whether a source is a directory of shards, finished or not."""
-    return any(user_path(source).joinpath(name).is_file() for name in (ABOUT, "progress.json"))
+    return any(expand_user_path(source).joinpath(name).is_file() for name in (ABOUT, "progress.json"))
 
 
 def read_about(directory: Path, key: str) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def read_about(directory: Path, key: str) -> dict[str, Any]:
     if not file.is_file() and (directory / "progress.json").is_file():
         raise RequestError(f"{key}: {directory} is not finished; run the same `trainwright data tokenize` again")
     try:
-        about: dict[str, Any] = parse_json(retried(lambda: file.read_text(encoding="utf-8")), f"{key}: {file}")
+        about: dict[str, Any] = parse_json(retry_stale(lambda: file.read_text(encoding="utf-8")), f"{key}: {file}")
         if about["version"] != VERSION:
             raise RequestError(
                 f"{key}: {file} is of version {about['version']}, not {VERSION}; tokenize the text again"
@@ -167,18 +167,18 @@ def read_about(directory: Path, key: str) -> dict[str, Any]:
     return about
 
 
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a digest of everything that determines tokenization: vocabulary, merges, rules, special tokens."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise RequestError(f"the tokenizer {tokenizer_name(tokenizer)} is not a fast tokenizer (tokenizer.json)")
+        raise RequestError(f"the tokenizer {describe_tokenizer(tokenizer)} is not a fast tokenizer (tokenizer.json)")
     backend.no_truncation()
     backend.no_padding()
     ends = [tokenizer.bos_token_id, tokenizer.eos_token_id]
     return hashlib.sha256(f"{backend.to_str()}{ends}".encode()).hexdigest()[:32]
 
 
-def tokenizer_name(tokenizer: PreTrainedTokenizerBase) -> str:
+def describe_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the name of a tokenizer for messages."""
     return str(tokenizer.name_or_path).rstrip("/") or "built in"
 

@@ -41,11 +41,11 @@ class Batch:
     roles: tuple[int, ...]  # [S]
     target_counts: tuple[int, ...]  # [S]; targets are in the order of the sequences
 
-    def by_sequence(self, values: torch.Tensor) -> torch.Tensor:
+    def sum_by_sequence(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sums of ``values`` [N] over the targets of each sequence [S], in float64 and in a fixed order."""
         return torch.stack([part.sum() for part in values.double().split(self.target_counts)])
 
-    def lengths_by_token(self) -> torch.Tensor:
+    def spread_lengths(self) -> torch.Tensor:
         """Return the length of the sequence of every token, int64 [1, T] or [B, 1], on the host."""
         lengths = torch.tensor(self.lengths)
         if self.boundaries is None:
@@ -59,7 +59,7 @@ class Batch:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, torch.Tensor) and field.name != "boundaries":
-                moved[field.name] = on_device(value, device)
+                moved[field.name] = copy_to_device(value, device)
         return replace(self, **moved)
 
 
@@ -72,7 +72,7 @@ def collate(dataset: TokenDataset, micro: MicroBatch, *, packed: bool, pad_token
     sequences = [sequence for example in micro.examples for sequence in dataset.sequences(example)]
     pairs = [dataset.sequence(sequence) for sequence in sequences]
     lengths = [len(tokens) for tokens, _ in pairs]
-    layout = flat_layout(pairs, lengths) if packed else padded_layout(pairs, lengths, pad_token_id)
+    layout = build_flat_layout(pairs, lengths) if packed else build_padded_layout(pairs, lengths, pad_token_id)
     input_ids, position_ids, flags, mask = layout
     # A token is predicted at the position before it; the first token of a sequence is never predicted.
     predicted = np.flatnonzero(flags.reshape(-1) & (position_ids.reshape(-1) > 0))
@@ -102,7 +102,7 @@ def collate_examples(dataset: TokenDataset, examples: Sequence[int], *, packed: 
     return collate(dataset, micro, packed=packed, pad_token_id=0)
 
 
-def flat_layout(pairs: list[Pair], lengths: list[int]) -> PackedArrays:
+def build_flat_layout(pairs: list[Pair], lengths: list[int]) -> PackedArrays:
     """Concatenate sequences; return tokens, positions and targets [1, T], and no mask."""
     input_ids = np.concatenate([tokens for tokens, _ in pairs]).astype(np.int64)[None]
     position_ids = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])[None]
@@ -110,7 +110,7 @@ def flat_layout(pairs: list[Pair], lengths: list[int]) -> PackedArrays:
     return input_ids, position_ids, flags, None
 
 
-def padded_layout(pairs: list[Pair], lengths: list[int], pad_token_id: int) -> PackedArrays:
+def build_padded_layout(pairs: list[Pair], lengths: list[int], pad_token_id: int) -> PackedArrays:
     """Pad sequences to one length; return tokens, positions, targets and mask [B, L]."""
     shape = (len(pairs), max(lengths))
     input_ids = np.full(shape, pad_token_id, dtype=np.int64)
@@ -123,6 +123,6 @@ def padded_layout(pairs: list[Pair], lengths: list[int], pad_token_id: int) -> P
     return input_ids, position_ids, flags, mask
 
 
-def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def copy_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor on ``device``, copied there from pinned memory, so that the host does not wait."""
     return tensor if tensor.device.type == device.type else tensor.pin_memory().to(device, non_blocking=True)

@@ -26,17 +26,24 @@ import numpy.typing as npt
 from trainwright.data.rows.chat_templates import install_template
 from trainwright.data.rows.formats import EXAMPLES, RowReader
 from trainwright.data.rows.layouts import PLAIN
-from trainwright.data.sources.key import content_of, settings_of, source_key
-from trainwright.data.tokens.dataset import DAMAGED, MixturePart, TokenDataset, parts_of, shares, write_dataset
+from trainwright.data.sources.key import build_source_key, digest_content, select_settings
+from trainwright.data.tokens.dataset import (
+    DAMAGED,
+    MixturePart,
+    TokenDataset,
+    compute_shares,
+    divide_epoch,
+    write_dataset,
+)
 from trainwright.data.tokens.lengths import check_length
 from trainwright.data.tokens.token_rows import TokenRows, tokenize_source
 from trainwright.errors import RequestError
-from trainwright.machine.cache import cache_in_words
+from trainwright.machine.cache import explain_cache_errors
 from trainwright.machine.sharing import build_once, lock_file, remove_remnants
 from trainwright.recipe.sections.data import SourceSection
-from trainwright.utils.activity import doing
-from trainwright.utils.paths import retried, write_file
-from trainwright.utils.text import plural
+from trainwright.utils.activity import begin_activity
+from trainwright.utils.paths import retry_stale, write_file
+from trainwright.utils.text import format_plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,7 +75,7 @@ class PreparedData:
     def held_out(self) -> Indices:
         """Return the source and the row number in it, both from 0, of every validation row [rows, 2].
 
-        Sources are those of ``validation_parts``.
+        Sources are those of ``list_validation_parts``.
         """
         indices: Indices = np.load(self.directory / HELD_OUT)
         return indices
@@ -99,10 +106,10 @@ def prepare(
     """
     check_length(data, model_max_length)
     root = cache / "datasets"
-    identity = tokenizer_identity(tokenizer)
-    key = root / "keys" / f"{digest_of([kind.name, source_key(data, seed, identity)])}.json"
-    with cache_in_words(root, CANNOT_STORE):
-        cached = retried(lambda: _find(root, key))
+    identity = digest_tokenizer(tokenizer)
+    key = root / "keys" / f"{digest_value([kind.name, build_source_key(data, seed, identity)])}.json"
+    with explain_cache_errors(root, CANNOT_STORE):
+        cached = retry_stale(lambda: _find(root, key))
         if cached is None:
             key.parent.mkdir(parents=True, exist_ok=True)
             waiting = "waiting for another process that prepares the same data"
@@ -110,7 +117,9 @@ def prepare(
                 if alone:
                     remove_remnants(key)
                 os.listdir(key.parent)  # asks the server of a shared file system again
-                cached = retried(lambda: _find(root, key)) or _build(root, key, data, tokenizer, kind, seed, identity)
+                cached = retry_stale(lambda: _find(root, key)) or _build(
+                    root, key, data, tokenizer, kind, seed, identity
+                )
     prepared, format_ = cached
     if format_ not in PLAIN:
         install_template(tokenizer)
@@ -150,16 +159,22 @@ def _build(
     seed: int,
     identity: str,
 ) -> tuple[PreparedData, str]:
-    content = [content_of(source, key) for source, key in data.keyed_sources]
+    content = [digest_content(source, key) for source, key in data.keyed_sources]
     # The names appear in the saved summary, which must not name other files.
     names = [source.source for source, _ in data.keyed_sources]
-    settings = {**settings_of(data, seed), "content": content, "names": names, "tokenizer": identity, "kind": kind.name}
-    fingerprint = digest_of(settings)[:32]
+    settings = {
+        **select_settings(data, seed),
+        "content": content,
+        "names": names,
+        "tokenizer": identity,
+        "kind": kind.name,
+    }
+    fingerprint = digest_value(settings)[:32]
     directory, how = root / fingerprint, "reused"
 
     def make(scratch: Path) -> None:
         nonlocal how
-        doing("reading and tokenizing the rows")
+        begin_activity("reading and tokenizing the rows")
         scratch.mkdir()
         about = tokenize_and_split(scratch, data, tokenizer, kind, seed)
         (scratch / "about.json").write_text(json.dumps(about), encoding="utf-8")
@@ -171,7 +186,7 @@ def _build(
     return opened
 
 
-def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
+def digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a digest of the vocabulary, merges, rules, special tokens and chat template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -181,10 +196,10 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     rest = {"template": tokenizer.chat_template, "special": tokenizer.special_tokens_map}
     if tokenizer.init_kwargs.get("characters"):
         rest["unknown"] = "refused"  # not dropped, as in older caches
-    return hashlib.sha256(backend.to_str().encode() + digest_of(rest).encode()).hexdigest()
+    return hashlib.sha256(backend.to_str().encode() + digest_value(rest).encode()).hexdigest()
 
 
-def digest_of(value: Any) -> str:
+def digest_value(value: Any) -> str:
     """Return the SHA-256 of a value as JSON."""
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -209,14 +224,16 @@ def tokenize_and_split(
         sources = [tokenized(source, key) for source, key in zip(data.sources, keys, strict=True)]
         _check_alike(sources, keys)
         names = [key.removeprefix("data.") for key in keys]
-        used = used_rows(sources)
+        used = select_used_rows(sources)
         for key, own in zip(keys, used, strict=True):
             if not len(own):
                 raise RequestError(
                     f"{key}: all rows repeat those of earlier sources (data.deduplicate); remove the source"
                 )
         lines = [line for rows, name in zip(sources, names, strict=True) for line in rows.summary(name)]
-        shares_held_out = validation_sizes(data, [_examples([pair]) for pair in zip(sources, used, strict=True)])
+        shares_held_out = compute_validation_sizes(
+            data, [_count_examples([pair]) for pair in zip(sources, used, strict=True)]
+        )
         train: Chosen = []
         held_out: Chosen = []
         for rows, own, share in zip(sources, used, shares_held_out, strict=True):
@@ -224,7 +241,9 @@ def tokenize_and_split(
             train.append((rows, own[trained]))
             held_out.append((rows, own[aside]))
         separate = {key: tokenized(source, key) for source, key in data.validation_sources}
-        used_apart = {key: used_rows([rows])[0] for key, rows in separate.items()}  # a set does not depend on others
+        used_apart = {
+            key: select_used_rows([rows])[0] for key, rows in separate.items()
+        }  # a set does not depend on others
         sets: dict[str, Chosen] = {}
         for name, rows_of_set in data.validation_sets.items():
             key = f"data.validation.{name}" if name else "data.validation"
@@ -240,21 +259,21 @@ def tokenize_and_split(
             hows.insert(0, f"held out with seed {seed}, duplicates in the same part")
         mixture = None
         if len(sources) > 1:
-            mixture = mixture_of(
-                data, [len(rows.sequences_of(chosen)) // rows.sequences_per_example for rows, chosen in train]
+            mixture = build_mixture(
+                data, [len(rows.list_sequences(chosen)) // rows.sequences_per_example for rows, chosen in train]
             )
-            lines += mixture_lines(data, mixture)
-        if validation_rows and (len(sources) > 1 or separate) and (both := _in_both(train, validation_rows)):
+            lines += describe_mixture(data, mixture)
+        if validation_rows and (len(sources) > 1 or separate) and (both := _count_in_both(train, validation_rows)):
             lines.append(f"validation: {both:,} of its examples are also trained on")
-        report = sources[0].report() if len(sources) == 1 else _joined(sources)
+        report = sources[0].report() if len(sources) == 1 else _join_reports(sources)
         counts = [_write(directory / "train", train, report, mixture)]
         if validation_rows:
             measured = [*(sources if data.held_out is not None else []), *separate.values()]
-            report = measured[0].report() if len(measured) == 1 else _joined(measured)
+            report = measured[0].report() if len(measured) == 1 else _join_reports(measured)
             counts.append(_write(directory / "validation", validation_rows, report, None))
-            np.save(directory / HELD_OUT, _numbered(validation_rows))
+            np.save(directory / HELD_OUT, _number_rows(validation_rows))
     lines.append(_split_line(counts, ", ".join(hows)))
-    named = {name: _examples(chosen) for name, chosen in sets.items() if name}
+    named = {name: _count_examples(chosen) for name, chosen in sets.items() if name}
     if named:
         lines.append("validation sets: " + ", ".join(f"{count:,} of {name}" for name, count in named.items()))
     # The layout determines whether a template is needed: for a mixture, a conversation layout if there is one.
@@ -262,18 +281,18 @@ def tokenize_and_split(
     return {"summary": lines, "format": layout, "validation": bool(validation_rows), "sets": named}
 
 
-def validation_parts(data: DataSection) -> list[tuple[SourceSection, str]]:
+def list_validation_parts(data: DataSection) -> list[tuple[SourceSection, str]]:
     """Return the sources of the validation rows, in the order in which the rows are stored, with their recipe keys."""
     train, separate = list(zip(data.sources, data.source_keys, strict=True)), iter(data.validation_sources)
     sets = data.validation_sets.values()
     return [part for rows in sets for part in ([next(separate)] if isinstance(rows, SourceSection) else train)]
 
 
-def _examples(chosen: Chosen) -> int:
-    return sum(len(rows.sequences_of(indices)) // rows.sequences_per_example for rows, indices in chosen)
+def _count_examples(chosen: Chosen) -> int:
+    return sum(len(rows.list_sequences(indices)) // rows.sequences_per_example for rows, indices in chosen)
 
 
-def used_rows(sources: Sequence[TokenRows]) -> list[Indices]:
+def select_used_rows(sources: Sequence[TokenRows]) -> list[Indices]:
     """Return the indices of the rows of each source that are used: with ``data.deduplicate``, those that repeat none
     before them in any of the sources.
     """
@@ -289,19 +308,19 @@ def used_rows(sources: Sequence[TokenRows]) -> list[Indices]:
     return indices
 
 
-def _numbered(chosen: Chosen) -> Indices:
+def _number_rows(chosen: Chosen) -> Indices:
     """Return the source and the row number in it, both from 0, of every row that is held out [rows, 2]."""
     numbers = [np.frombuffer(rows.numbers, dtype=np.int64)[aside] for rows, aside in chosen]
     sources = np.repeat(np.arange(len(chosen)), [len(part) for part in numbers])
     return np.stack([sources, np.concatenate(numbers)], axis=1)
 
 
-def validation_sizes(data: DataSection, sizes: Sequence[int]) -> list[float | int | None]:
+def compute_validation_sizes(data: DataSection, sizes: Sequence[int]) -> list[float | int | None]:
     """Return how much of each source, with ``sizes`` examples, is held out: the same fraction, or a part of a number
     by its share of the mixture.
     """
     if len(data.sources) > 1 and isinstance(data.held_out, int):
-        return list(shares(data.held_out, data.weights(sizes)))
+        return list(compute_shares(data.held_out, data.weights(sizes)))
     return [data.held_out] * len(data.sources)
 
 
@@ -315,9 +334,9 @@ def _check_alike(sources: Sequence[TokenRows], keys: Sequence[str]) -> None:
             )
 
 
-def mixture_of(data: DataSection, sizes: Sequence[int]) -> tuple[MixturePart, ...]:
+def build_mixture(data: DataSection, sizes: Sequence[int]) -> tuple[MixturePart, ...]:
     """Divide an epoch between sources with ``sizes`` examples; raise RequestError if one has no part of it."""
-    parts = parts_of(sizes, data.weights(sizes))
+    parts = divide_epoch(sizes, data.weights(sizes))
     for part, key in zip(parts, data.source_keys, strict=True):
         if not part.drawn:
             raise RequestError(
@@ -327,7 +346,7 @@ def mixture_of(data: DataSection, sizes: Sequence[int]) -> tuple[MixturePart, ..
     return parts
 
 
-def mixture_lines(data: DataSection, mixture: Sequence[MixturePart]) -> list[str]:
+def describe_mixture(data: DataSection, mixture: Sequence[MixturePart]) -> list[str]:
     """Return a line about each source of a mixture; stages have lines of their own."""
     if data.stages is not None:
         return []
@@ -339,7 +358,7 @@ def mixture_lines(data: DataSection, mixture: Sequence[MixturePart]) -> list[str
     ]
 
 
-def _in_both(train: Chosen, validation_rows: Chosen) -> int:
+def _count_in_both(train: Chosen, validation_rows: Chosen) -> int:
     """Return the number of held-out rows that are also in the training data."""
     trained, aside = (
         np.concatenate([rows.hashes[indices] for rows, indices in chosen]) for chosen in (train, validation_rows)
@@ -347,7 +366,7 @@ def _in_both(train: Chosen, validation_rows: Chosen) -> int:
     return len(np.intersect1d(trained, aside))
 
 
-def _joined(sources: Sequence[TokenRows]) -> dict[str, Any]:
+def _join_reports(sources: Sequence[TokenRows]) -> dict[str, Any]:
     """Combine the reports of several sources; ``parts`` holds the individual ones."""
     reports = [rows.report() for rows in sources]
     counts: dict[str, Any] = {
@@ -367,7 +386,7 @@ def _write(
     directory: Path, chosen: Chosen, report: dict[str, Any], mixture: tuple[MixturePart, ...] | None
 ) -> tuple[int, int]:
     """Write a dataset; return its numbers of examples and tokens."""
-    parts = [(rows.spool, rows.sequences_of(chosen_rows)) for rows, chosen_rows in chosen]
+    parts = [(rows.spool, rows.list_sequences(chosen_rows)) for rows, chosen_rows in chosen]
     each = chosen[0][0].sequences_per_example
     tokens = write_dataset(directory, parts, each, report, mixture)
     return sum(len(sequences) for _, sequences in parts) // each, tokens
@@ -375,10 +394,10 @@ def _write(
 
 def _split_line(counts: Sequence[tuple[int, int]], how: str) -> str:
     (examples, tokens), *rest = counts
-    line = f"split: {plural(examples, 'example')} ({plural(tokens, 'token')}) to train on"
+    line = f"split: {format_plural(examples, 'example')} ({format_plural(tokens, 'token')}) to train on"
     if not rest:
         return f"{line}, none for validation"
-    return f"{line}, {rest[0][0]:,} ({plural(rest[0][1], 'token')}) for validation, {how}"
+    return f"{line}, {rest[0][0]:,} ({format_plural(rest[0][1], 'token')}) for validation, {how}"
 
 
 def split(
@@ -406,7 +425,7 @@ def split(
             f"data.validation: {validation} of {total:,} examples leaves none for training; lower it, or set it to null"
         )
     prefix = f"{seed}/".encode()
-    ranks = np.fromiter((_rank(prefix + bytes(content)) for content in hashes), np.uint64, total)
+    ranks = np.fromiter((_compute_rank(prefix + bytes(content)) for content in hashes), np.uint64, total)
     order = np.argsort(ranks, kind="stable")
     borders = [0, *(np.flatnonzero(np.diff(ranks[order])) + 1).tolist(), total]  # edges of equal groups
     in_validation = np.zeros(total, dtype=np.bool_)
@@ -425,5 +444,5 @@ def split(
     return everything[~in_validation], everything[in_validation]
 
 
-def _rank(content: bytes) -> int:
+def _compute_rank(content: bytes) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big")

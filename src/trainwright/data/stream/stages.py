@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from trainwright.data.tokens.dataset import Indices, MixturePart, in_rounds, permuted
+from trainwright.data.tokens.dataset import Indices, MixturePart, draw_rounds, permute_indices
 from trainwright.errors import RequestError
 from trainwright.recipe.sections.fields import Until
-from trainwright.utils.text import plural
+from trainwright.utils.text import format_plural
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import RecipeSchema
@@ -49,7 +49,7 @@ class Stages:
         data = recipe.data
         if data.stages is None:
             return None
-        weights = data.stage_weights(source_sizes(dataset))
+        weights = data.list_stage_weights(count_source_examples(dataset))
         stages = zip(weights, data.stages, strict=True)
         return cls(tuple(Stage(own, stage.end, stage.max_length) for own, stage in stages), recipe.train.end)
 
@@ -64,7 +64,7 @@ class Mixed(Protocol):
     def __len__(self) -> int: ...
 
 
-def source_sizes(dataset: Mixed) -> list[int]:
+def count_source_examples(dataset: Mixed) -> list[int]:
     """Return the number of examples of each source."""
     return [part.examples for part in dataset.mixture] if dataset.mixture else [len(dataset)]
 
@@ -99,7 +99,7 @@ class StagedOrder:
         self._key = key
         self._starts: list[_Start] = []
         self._rounds: dict[int, tuple[str, Indices]] = {}  # of every source, the round that it is in
-        self._block: Callable[[int, int], Indices] = lru_cache(4)(self._ordered)
+        self._block: Callable[[int, int], Indices] = lru_cache(4)(self._order_block)
 
     def place(self, sizes: Sizes, lengths: Callable[[], Indices]) -> int:
         """Find the first step of every stage, and return the number of examples of the run.
@@ -132,7 +132,7 @@ class StagedOrder:
                     f"data.stages[{number}].until: is reached by step {step:,}, before the stage begins; end it later, "
                     "or the stage before it earlier"
                 )
-            used = used + _turns(stage.weights, position - begin, 0)[0]
+            used = used + _compute_turns(stage.weights, position - begin, 0)[0]
         return position
 
     def _ends(self) -> Iterator[Until]:
@@ -151,24 +151,24 @@ class StagedOrder:
             begin += count
         return np.concatenate(pieces)
 
-    def _ordered(self, number: int, block: int) -> Indices:
+    def _order_block(self, number: int, block: int) -> Indices:
         """Return the examples of a block of a stage [_BLOCK]."""
-        before, turns = _turns(self._stages.stages[number].weights, block * _BLOCK, _BLOCK)
+        before, turns = _compute_turns(self._stages.stages[number].weights, block * _BLOCK, _BLOCK)
         before = before + self._starts[number].used
         examples = np.empty(_BLOCK, dtype=np.int64)
         for source in np.unique(turns):
             its = np.flatnonzero(turns == source)
             first = int(before[source])
-            key, order = f"{self._key}/{source}", partial(self._permuted, int(source))
-            rounds = in_rounds(self._sizes[source], first, first + len(its), key, order)
+            key, order = f"{self._key}/{source}", partial(self._permute_source, int(source))
+            rounds = draw_rounds(self._sizes[source], first, first + len(its), key, order)
             examples[its] = self._first[source] + rounds
         return examples
 
-    def _permuted(self, source: int, size: int, key: str) -> Indices:
+    def _permute_source(self, source: int, size: int, key: str) -> Indices:
         """Return the order of a round of a source; the last one is cached."""
         cached = self._rounds.get(source)
         if cached is None or cached[0] != key:
-            cached = self._rounds[source] = (key, permuted(size, key))
+            cached = self._rounds[source] = (key, permute_indices(size, key))
         return cached[1]
 
     def max_length(self, step: int) -> int | None:
@@ -192,17 +192,17 @@ class StagedOrder:
             zip(self._stages.stages, self._starts, ends, strict=False), start=1
         ):
             total = end.position - start.position
-            counts = _turns(stage.weights, total, 0)[0]
+            counts = _compute_turns(stage.weights, total, 0)[0]
             of_sources = zip(counts, names, stage.weights, strict=True)
             shares = ", ".join(f"{count:,} of {name}" for count, name, weight in of_sources if weight)
             length = "" if stage.max_length is None else f", in sequences of at most {stage.max_length:,} tokens"
             steps_text = f"steps {start.step + 1:,} to {end.step:,}"
-            yield f"stage {number}: {steps_text}, {plural(total, 'example')}: {shares}{length}"
+            yield f"stage {number}: {steps_text}, {format_plural(total, 'example')}: {shares}{length}"
         for number in range(len(self._starts) + 1, len(self._stages.stages) + 1):
             yield f"stage {number}: the run ends before it"
 
 
-def _turns(weights: Sequence[float], begin: int, count: int) -> tuple[Indices, Indices]:
+def _compute_turns(weights: Sequence[float], begin: int, count: int) -> tuple[Indices, Indices]:
     """Return how many of the first ``begin`` turns each source has [sources], and the sources of the next ones [count].
 
     The n-th turn of a source with a share s is at (n + 1/2) / s, and turns are in this order, so that the counts are

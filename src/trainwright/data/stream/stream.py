@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.data.stream.stages import StagedOrder, Stages, source_sizes
+from trainwright.data.stream.stages import StagedOrder, Stages, count_source_examples
 from trainwright.data.stream.streamed import StreamedDataset
-from trainwright.data.tokens.dataset import MixturePart, PairedSequences, drawn, permuted
-from trainwright.data.tokens.packing import best_fit_decreasing, examples_within, fitting
+from trainwright.data.tokens.dataset import MixturePart, PairedSequences, draw_examples, permute_indices
+from trainwright.data.tokens.packing import best_fit_decreasing, count_examples_within, pack_in_order
 from trainwright.recipe.sections.train import BatchUnit
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class BatchSizes:
         growing = min(step, self.steps) if self.initial is not None else 0
         return sum(map(self.at, range(growing))) + (step - growing) * self.final
 
-    def steps_for(self, examples: int) -> int:
+    def count_steps_for(self, examples: int) -> int:
         """Return the number of steps for ``examples`` examples; the last step may be smaller."""
         ends = np.cumsum([self.at(step) for step in range(self.steps if self.initial is not None else 0)], dtype=int)
         if len(ends) and examples <= ends[-1]:
@@ -82,7 +82,7 @@ class FittingSizes:
             self._extend()
         return self._begins[step]
 
-    def steps_for(self, examples: int) -> int:
+    def count_steps_for(self, examples: int) -> int:
         """Return the number of steps for ``examples`` examples; the last step may be smaller."""
         while self._begins[-1] < examples:
             self._extend()
@@ -117,7 +117,7 @@ class SetSizes:
         """Return the number of examples of all steps before ``step``."""
         return self._begins[min(step, len(self._names))]
 
-    def steps_for(self, examples: int) -> int:
+    def count_steps_for(self, examples: int) -> int:
         """Return the number of steps for ``examples`` examples."""
         return bisect_left(self._begins, examples)
 
@@ -219,7 +219,7 @@ class GlobalBatch:
         """Return the number of examples of all micro-batches."""
         return sum(len(micro.examples) for micro in self.micro_batches)
 
-    def for_rank(self, rank: int, size: int) -> tuple[MicroBatch, ...]:
+    def select_for_rank(self, rank: int, size: int) -> tuple[MicroBatch, ...]:
         """Return this rank's micro-batches, balanced by tokens; every rank gets the same number of passes.
 
         Ranks with fewer micro-batches get zero-weight passes over the smallest one, because a sharded model needs every
@@ -285,7 +285,7 @@ class Stream(Generic[Data]):
         if settings.sets:
             self.sizes = SetSizes(settings.global_batch_size, settings.sets)
         if settings.unit != "examples":
-            self.sizes = FittingSizes(self._fit, lambda position: dataset.length(self.example_at(position)))
+            self.sizes = FittingSizes(self._fit, lambda position: dataset.length(self.find_example(position)))
         self.global_batch_size = settings.global_batch_size
         self.total_examples = settings.total_examples
         self.settings = settings
@@ -293,14 +293,14 @@ class Stream(Generic[Data]):
         self._order: tuple[int, npt.NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
         self.staged: StagedOrder | None = None
         if settings.stages is not None:
-            self.staged = StagedOrder(settings.stages, source_sizes(dataset), self._key)
+            self.staged = StagedOrder(settings.stages, count_source_examples(dataset), self._key)
             self.total_examples = self.staged.place(self.sizes, dataset.example_lengths)
 
     def __len__(self) -> int:
         """Return the number of global batches up to ``total_examples``."""
         if self.total_examples is None:
             raise TypeError("this stream has no end")
-        return self.sizes.steps_for(self.total_examples)
+        return self.sizes.count_steps_for(self.total_examples)
 
     def set_of(self, step: int) -> str:
         """Return the name of the set that the examples of ``step`` are in; "" if sets have no names."""
@@ -315,16 +315,16 @@ class Stream(Generic[Data]):
         """Return how many of the next examples are a step: those that fit into its packs, or into its tokens."""
         size, pack = self.settings.global_batch_size, self.settings.pack_length
         if self.settings.unit == "tokens":
-            return examples_within(lengths, size)
+            return count_examples_within(lengths, size)
         assert pack is not None
-        return sum(map(len, fitting(lengths, size, pack)))
+        return sum(map(len, pack_in_order(lengths, size, pack)))
 
-    def reading(self, ranks: World) -> AbstractContextManager[None]:
+    def open_reading(self, ranks: World) -> AbstractContextManager[None]:
         """Return a context in which the examples can be read; all ranks must enter it.
 
         Outside of it, those of sources that are tokenized while training have the sizes of the first ones.
         """
-        return nullcontext() if self._streamed is None or ranks.alone else self._streamed.shards.reading(ranks)
+        return nullcontext() if self._streamed is None or ranks.alone else self._streamed.shards.open_reading(ranks)
 
     def state(self, step: int) -> dict[str, int]:
         """Return what a resumed run needs to read on at ``step``; empty if all examples are there."""
@@ -339,7 +339,7 @@ class Stream(Generic[Data]):
         """Limit later micro-batches to ``rows`` rows; global batches keep the same examples."""
         self._rows = rows if self._rows is None else min(rows, self._rows)
 
-    def largest_step(self) -> int:
+    def find_largest_step(self) -> int:
         """Return which of the first few hundred steps (of each stage) has the largest micro-batch, with padding."""
         examples = _LOOKED_AT_EXAMPLES if self._streamed is None else len(self._streamed)
         limit = max(1, min(_LOOKED_AT_STEPS, examples // self.global_batch_size))
@@ -365,14 +365,14 @@ class Stream(Generic[Data]):
             end = min(end, self.total_examples)
         if begin >= end:
             raise IndexError(f"the stream ends before global batch {step}")
-        return [self.example_at(position) for position in range(begin, end)]
+        return [self.find_example(position) for position in range(begin, end)]
 
-    def example_at(self, position: int) -> int:
+    def find_example(self, position: int) -> int:
         """Return the example at a position of the stream."""
         if self.staged is not None:
             return int(self.staged.examples(position, position + 1)[0])
         size = len(self.dataset)
-        return int(self._epoch(position // size)[position % size])
+        return int(self._order_epoch(position // size)[position % size])
 
     def seen(self) -> list[int]:
         """Return all examples that occur in a global batch, sorted by index."""
@@ -409,18 +409,18 @@ class Stream(Generic[Data]):
         else:
             packs = best_fit_decreasing(lengths, self.settings.pack_length)
             if self.settings.unit == "packs" and len(packs) > self.settings.global_batch_size:  # it is no optimum
-                packs = fitting(iter(lengths), self.settings.global_batch_size, self.settings.pack_length)
+                packs = pack_in_order(iter(lengths), self.settings.global_batch_size, self.settings.pack_length)
             rows = [tuple(examples[i] for i in pack) for pack in packs]
         sizes = dict(zip(examples, lengths, strict=True))
         groups = enumerate(self._groups(rows, max_rows))
-        micro_batches = (self._micro_batch(i, group, sizes) for i, group in groups)
+        micro_batches = (self._build_micro_batch(i, group, sizes) for i, group in groups)
         return GlobalBatch(tuple(replace(micro, max_length=max_length) for micro in micro_batches))
 
     def _groups(self, rows: list[tuple[int, ...]], max_rows: int | None) -> list[tuple[tuple[int, ...], ...]]:
         size = min(self._rows or math.ceil(len(rows) / self.settings.micro_batches), max_rows or len(rows))
         return [tuple(rows[i : i + size]) for i in range(0, len(rows), size)]
 
-    def _micro_batch(self, index: int, rows: tuple[tuple[int, ...], ...], sizes: Mapping[int, int]) -> MicroBatch:
+    def _build_micro_batch(self, index: int, rows: tuple[tuple[int, ...], ...], sizes: Mapping[int, int]) -> MicroBatch:
         examples = [example for row in rows for example in row]
         tokens = sum(map(sizes.__getitem__, examples))
         targets = sum(self.dataset.target_count(example) for example in examples)
@@ -433,18 +433,18 @@ class Stream(Generic[Data]):
         """Return what decides the order of the examples."""
         return f"{self.settings.seed}/{self.dataset.fingerprint}"
 
-    def _epoch(self, epoch: int) -> npt.NDArray[np.int64]:
+    def _order_epoch(self, epoch: int) -> npt.NDArray[np.int64]:
         """Return the order of one epoch; the last one is cached."""
         if self._order[0] != epoch:
             size, paired = len(self.dataset), self.dataset.paired
             order, key = np.arange(size, dtype=np.int64), self._key
             if self.settings.shuffle:
-                order = permuted(size, f"{key}/{epoch}")
+                order = permute_indices(size, f"{key}/{epoch}")
                 if self.dataset.mixture is not None:
-                    order = drawn(self.dataset.mixture, epoch, key)[order]
+                    order = draw_examples(self.dataset.mixture, epoch, key)[order]
             if self._streamed is not None:  # an epoch is a shard
                 order = order + epoch * size
             if paired is not None:
-                order = order + size * drawn([MixturePart(paired.count, size)], epoch, f"{key}/companions")
+                order = order + size * draw_examples([MixturePart(paired.count, size)], epoch, f"{key}/companions")
             self._order = (epoch, order)
         return self._order[1]

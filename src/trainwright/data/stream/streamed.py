@@ -35,23 +35,23 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.data.rows.chat_templates import Remarks
-from trainwright.data.rows.formats import kind_of_rows
-from trainwright.data.rows.layouts import columns_of
-from trainwright.data.rows.tokenizer_calls import unknown_token
-from trainwright.data.sources.key import content_of, settings_of
+from trainwright.data.rows.formats import look_up_reader
+from trainwright.data.rows.layouts import list_columns
+from trainwright.data.rows.tokenizer_calls import check_token
+from trainwright.data.sources.key import digest_content, select_settings
 from trainwright.data.sources.reading import iterate_source
-from trainwright.data.stream.dataset_cache import CANNOT_STORE, PreparedData, digest_of, tokenizer_identity
-from trainwright.data.stream.stages import source_sizes
-from trainwright.data.tokens.dataset import Indices, TokenDataset, TokenSpool, opened
+from trainwright.data.stream.dataset_cache import CANNOT_STORE, PreparedData, digest_tokenizer, digest_value
+from trainwright.data.stream.stages import count_source_examples
+from trainwright.data.tokens.dataset import Indices, TokenDataset, TokenSpool, open_dataset
 from trainwright.data.tokens.lengths import check_length
-from trainwright.errors import EXIT_TRAINING, MachineError, RequestError, TrainwrightError, error_of
-from trainwright.machine.cache import cache_in_words
+from trainwright.errors import EXIT_TRAINING, MachineError, RequestError, TrainwrightError, build_error
+from trainwright.machine.cache import explain_cache_errors
 from trainwright.machine.detect import detect
-from trainwright.machine.sharing import host_name, is_locked, lock_directory
-from trainwright.recipe.extensions import inherited_environment
+from trainwright.machine.sharing import is_locked, lock_directory, read_host_name
+from trainwright.recipe.extensions import build_child_environment
 from trainwright.recipe.sections.data import DataSection, SourceSection
 from trainwright.utils import heartbeat
-from trainwright.utils.text import plural, say
+from trainwright.utils.text import format_plural, say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -125,7 +125,7 @@ class SourceReader:
             for number, (source, key) in sources[begin.source if epoch == begin.epoch else 0 :]:
                 row, skip = begin[2:] if (epoch, number) == begin[:2] else (0, 0)
                 if self.recipe.spec.corpus:
-                    read = self._windows(source, key, row, skip, processes)
+                    read = self._iterate_windows(source, key, row, skip, processes)
                 else:
                     read = self._rows(source, key, row, skip)
                 for row, skip, tokens, targets in read:
@@ -138,15 +138,15 @@ class SourceReader:
         self, source: SourceSection, key: str, begin: int, skip: int
     ) -> Iterator[tuple[int, int, Tokens, Targets]]:
         """Yield the row, the number within it, the tokens and the targets of each example of a source."""
-        from trainwright.data.tokens.token_rows import RowEncoding, batches
+        from trainwright.data.tokens.token_rows import RowEncoding, iterate_batches
 
         data, name = self.recipe.data, source.source
         placed = iterate_source(name, source.limit, key, source.is_documents, stream=True)
         first = list(islice(placed, _FIRST_ROWS))
         if not first:
             raise RequestError(f"{key}: {name} has no rows")
-        rows, columns = [row for _, row in first[:8]], columns_of(row for _, row in first)
-        kind = kind_of_rows(self.recipe, key)
+        rows, columns = [row for _, row in first[:8]], list_columns(row for _, row in first)
+        kind = look_up_reader(self.recipe, key)
         encoding = RowEncoding.of(source, self.tokenizer, data, kind, columns, rows, key=key)
         self.layout = encoding.layout
         unused = encoding.layout.unused(columns)
@@ -166,9 +166,9 @@ class SourceReader:
                 places[index] = place
                 yield index, {column: row.get(column) for column in used}
 
-        for batch in batches(needed()):
+        for batch in iterate_batches(needed()):
             spool = TokenSpool(None)
-            token_rows = encoding.token_rows(spool)
+            token_rows = encoding.create_token_rows(spool)
             token_rows.encoding = self.remarks
             encoding.take_in(batch, token_rows, places.__getitem__)
             self._check(token_rows.largest[0], f"{key}: {places.get(-token_rows.largest[1])}")
@@ -185,14 +185,14 @@ class SourceReader:
                     yield index, number, np.frombuffer(tokens, "<i4"), np.frombuffer(targets, np.bool_)
                 sequence += examples
 
-    def _windows(
+    def _iterate_windows(
         self, source: SourceSection, key: str, begin: int, skip: int, processes: int
     ) -> Iterator[tuple[int, int, Tokens, Targets]]:
         """Yield the windows of a corpus as `stream/windows.py` has them, each with its target behind the last token."""
-        from trainwright.data.rows.texts import pieces
-        from trainwright.data.tokens.shard_writer import chunks, encoding, settings_of
+        from trainwright.data.rows.texts import iterate_pieces
+        from trainwright.data.tokens.shard_writer import build_settings, iterate_chunks, open_encoder
 
-        settings, length = settings_of(self.tokenizer), self.recipe.data.max_length
+        settings, length = build_settings(self.tokenizer), self.recipe.data.max_length
         contiguous = self.recipe.spec.needs(self.recipe).full
         numbers = count(begin)
         pending = np.zeros(0, np.int32)
@@ -206,8 +206,10 @@ class SourceReader:
             targets[0] = False
             return piece, -start, pending[:size], targets
 
-        with encoding(settings, processes) as encode:
-            for chunk, (content, lengths) in encode(chunks(islice(pieces(source, key, stream=True), begin, None))):
+        with open_encoder(settings, processes) as encode:
+            for chunk, (content, lengths) in encode(
+                iterate_chunks(islice(iterate_pieces(source, key, stream=True), begin, None))
+            ):
                 parts = np.split(np.frombuffer(content, settings.dtype), np.cumsum(lengths)[:-1])
                 for piece, tokens, number in zip(chunk, parts, numbers, strict=False):
                     self._check(int(tokens.max(initial=0)), f"{key}: {piece.location}")
@@ -226,7 +228,7 @@ class SourceReader:
             yield window(len(pending))
 
     def _check(self, token: int, place: str) -> None:
-        if wrong := unknown_token(token, self.tokenizer, self.embeddings):
+        if wrong := check_token(token, self.tokenizer, self.embeddings):
             raise RequestError(f"{place}: {wrong}")
 
 
@@ -243,15 +245,15 @@ class _Shards:
         self._first = 0  # the first shard that is there, or will be
 
     @contextmanager
-    def reading(self, ranks: World) -> Iterator[None]:
+    def open_reading(self, ranks: World) -> Iterator[None]:
         """Let the ranks read the shards meanwhile; all of them must enter."""
-        here = f"{host_name()} {self.root}"
+        here = f"{read_host_name()} {self.root}"
         leader = ranks.gather(here).index(here)
         self._produces = leader == ranks.rank
-        directory = self.root / f"{host_name()}-{os.getpid()}-{secrets.token_hex(4)}"
+        directory = self.root / f"{read_host_name()}-{os.getpid()}-{secrets.token_hex(4)}"
         with ExitStack() as stack:
             if self._produces:
-                with cache_in_words(self.root, CANNOT_STORE):
+                with explain_cache_errors(self.root, CANNOT_STORE):
                     directory.mkdir(parents=True)
                     _remove_abandoned(self.root)
                 stack.callback(shutil.rmtree, directory, ignore_errors=True)
@@ -269,18 +271,18 @@ class _Shards:
     def __getitem__(self, number: int) -> TokenDataset:
         """Return a shard, which is waited for."""
         if number not in self._open:
-            self._open[number] = self._found(number) or self._awaited(number)
+            self._open[number] = self._found(number) or self._await_shard(number)
         return self._open[number]
 
-    def _awaited(self, number: int) -> TokenDataset:
-        heart = heartbeat.own()
+    def _await_shard(self, number: int) -> TokenDataset:
+        heart = heartbeat.find_own_heartbeat()
         if heart is not None:
             heart.begin_within("waiting for tokens")
         while (shard := self._found(number)) is None:
             if self._produces:
                 self._look(number)
             time.sleep(_LOOK_SECONDS)
-            heartbeat.progress()
+            heartbeat.report_progress()
         if heart is not None:
             heart.end_within()
         return shard
@@ -288,7 +290,7 @@ class _Shards:
     def _found(self, number: int) -> TokenDataset | None:
         assert self.directory is not None
         directory = self.directory / f"{number:010d}"
-        if not directory.is_dir() or (shard := opened(directory)) is None:  # not yet, or it is removed just now
+        if not directory.is_dir() or (shard := open_dataset(directory)) is None:  # not yet, or it is removed just now
             return None
         with suppress(OSError, ValueError):
             self.begins[number] = Begin(*json.loads((directory / "begin.json").read_text(encoding="utf-8")))
@@ -306,7 +308,7 @@ class _Shards:
                     f"the process that tokenizes {self._reader.recipe.data.name} was killed, perhaps because memory "
                     "ran out; resume the run"
                 )
-            raise error_of(*pickle.loads(answer))  # our own process has written it
+            raise build_error(*pickle.loads(answer))  # our own process has written it
 
     def _start(self, number: int) -> None:
         assert self.directory is not None
@@ -319,7 +321,7 @@ class _Shards:
             [sys.executable, "-P", "-c", _PRODUCER, json.dumps(sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=inherited_environment(),
+            env=build_child_environment(),
         )
         assert self._producer.stdin is not None
         request = (self._reader, self.directory, nearest, self.begins[nearest], number)
@@ -433,11 +435,12 @@ def prepare_streamed(
     """
     check_length(recipe.data, positions)
     reader = SourceReader(recipe, tokenizer, embeddings)
-    train = _streamed(reader, cache)
+    train = _build_streamed(reader, cache)
     lines = [
-        f"{recipe.data.name}: tokenized while training, in shards of {plural(len(train), 'example')}, with at most "
+        f"{recipe.data.name}: tokenized while training, in shards of {format_plural(len(train), 'example')}, with at "
+        "most "
         f"{reader.streaming.disk_gb:g} GB of them in {train.shards.root} at a time; plans have the lengths of the "
-        f"first {plural(len(train.first), 'example')}",
+        f"first {format_plural(len(train.first), 'example')}",
         *reader.lines(),
     ]
     rows = {name: rows for name, rows in recipe.data.validation_sets.items() if isinstance(rows, SourceSection)}
@@ -447,26 +450,26 @@ def prepare_streamed(
     changes = {"train": sources, "mixing": "concatenate", "validation": None, "streaming": None, "limit": None}
     validation = prepare_rows(_ValidationData.model_construct(**{**dict(recipe.data), **changes}))
     dataset = validation.train
-    sizes = source_sizes(dataset)
+    sizes = count_source_examples(dataset)
     sets = {name: size for name, size in zip(rows, sizes, strict=True) if name}
     lines += [line for line in validation.summary if not line.startswith(("mixture:", "split:"))]
-    lines.append(f"{plural(len(dataset), 'example')} for validation")
+    lines.append(f"{format_plural(len(dataset), 'example')} for validation")
     return PreparedData(train, replace(dataset, mixture=None), lines, validation.directory, sets)
 
 
-def _streamed(reader: SourceReader, cache: Path) -> StreamedDataset:
+def _build_streamed(reader: SourceReader, cache: Path) -> StreamedDataset:
     recipe, tokenizer = reader.recipe, reader.tokenizer
     own = recipe.data.model_copy(update={"validation": None, "accept_omissions": False, "mixing": "weights"})
     keyed = list(zip(own.sources, own.source_keys, strict=True))
     settings = {
-        **settings_of(own, recipe.train.seed),
+        **select_settings(own, recipe.train.seed),
         "streamed": [_VERSION, reader.streaming.buffer_size, recipe.spec.corpus, recipe.spec.needs(recipe).full],
-        "kinds": [kind_of_rows(recipe, key).name for _, key in keyed],
-        "content": [content_of(source, key, sampled=True) for source, key in keyed],
-        "tokenizer": tokenizer_identity(tokenizer),
+        "kinds": [look_up_reader(recipe, key).name for _, key in keyed],
+        "content": [digest_content(source, key, sampled=True) for source, key in keyed],
+        "tokenizer": digest_tokenizer(tokenizer),
     }
     examples = islice(reader.examples(Begin()), _SAMPLE)
-    first = TokenDataset.from_examples((example[1:] for example in examples), digest_of(settings)[:32])
+    first = TokenDataset.from_examples((example[1:] for example in examples), digest_value(settings)[:32])
     return StreamedDataset(
         first.tokens,
         first.targets,
@@ -513,7 +516,7 @@ def _produce(reader: SourceReader, directory: Path, start: int, begin: Begin, fi
     for number in count(start):
         part = list(islice(examples, reader.streaming.buffer_size))
         if number >= first:
-            with cache_in_words(directory, CANNOT_STORE):
+            with explain_cache_errors(directory, CANNOT_STORE):
                 _write(directory / f"{number:010d}", part, sizes, reader.streaming.disk_gb * 1e9)
         row = "{2:,} of source {1} in epoch {0}".format(*part[0][0])
         counts, *_ = reader.lines()
@@ -536,7 +539,7 @@ def _write(shard: Path, examples: Sequence[PlacedExample], sizes: dict[Path, int
 
 def _remove_abandoned(root: Path) -> None:
     """Remove the directories of processes of this host that were killed."""
-    for directory in root.glob(f"{host_name()}-*-*"):
+    for directory in root.glob(f"{read_host_name()}-*-*"):
         process = directory.name.rsplit("-", 2)[1]
         with suppress(OSError):
             if not Path(f"/proc/{process}").exists() and not is_locked(directory):

@@ -20,21 +20,26 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainwright.data.check import unknown_in_shards
+from trainwright.data.check import check_shard_tokens
 from trainwright.data.rows.texts import VERSION
-from trainwright.data.sources.shards import Shards, is_shards, tokenizer_fingerprint
-from trainwright.data.stream.batch import Batch, flat_layout, padded_layout
-from trainwright.data.stream.dataset_cache import CANNOT_STORE, mixture_lines, mixture_of, validation_sizes
+from trainwright.data.sources.shards import Shards, fingerprint_tokenizer, is_shards
+from trainwright.data.stream.batch import Batch, build_flat_layout, build_padded_layout
+from trainwright.data.stream.dataset_cache import (
+    CANNOT_STORE,
+    build_mixture,
+    compute_validation_sizes,
+    describe_mixture,
+)
 from trainwright.data.stream.stream import MicroBatch
 from trainwright.data.tokens.dataset import MixturePart, TokenDataset
 from trainwright.errors import RequestError
-from trainwright.machine.cache import cache_in_words
+from trainwright.machine.cache import explain_cache_errors
 from trainwright.machine.detect import detect
 from trainwright.machine.sharing import build_once
 from trainwright.recipe.sections.data import SourceSection
-from trainwright.utils.activity import doing
-from trainwright.utils.paths import user_path
-from trainwright.utils.text import plural
+from trainwright.utils.activity import begin_activity
+from trainwright.utils.paths import expand_user_path
+from trainwright.utils.text import format_plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,7 +90,7 @@ class WindowDataset(TokenDataset):
     def of(cls, parts: Sequence[Spans], mixture: tuple[MixturePart, ...] | None) -> WindowDataset:
         """Return a dataset of the windows of several corpora, sampled by the shares in ``mixture``."""
         nothing = {"tokens": _NONE.astype(np.int32), "targets": _NONE.astype(np.bool_), "offsets": _NONE}
-        about = {"fingerprint": fingerprint_of(parts, mixture), "report": {"format": "text"}, "mixture": mixture}
+        about = {"fingerprint": fingerprint_spans(parts, mixture), "report": {"format": "text"}, "mixture": mixture}
         return cls(**nothing, **about, parts=tuple(parts))  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
@@ -157,7 +162,7 @@ def collate_windows(dataset: TokenDataset, micro: MicroBatch, *, packed: bool, p
     tokens = [ids[begin : begin + length + 1] for _, ids, begin in cuts]
     pairs = [(ids[:-1], np.ones(len(ids) - 1, dtype=np.bool_)) for ids in tokens]
     lengths = [len(ids) for ids, _ in pairs]
-    layout = flat_layout(pairs, lengths) if packed else padded_layout(pairs, lengths, pad_token_id)
+    layout = build_flat_layout(pairs, lengths) if packed else build_padded_layout(pairs, lengths, pad_token_id)
     input_ids, position_ids, flags, mask = layout
     return Batch(
         input_ids=torch.from_numpy(input_ids),
@@ -177,15 +182,15 @@ def collate_windows(dataset: TokenDataset, micro: MicroBatch, *, packed: bool, p
     )
 
 
-def everything(shards: Shards, length: int, *, contiguous: bool) -> Spans:
+def build_whole_spans(shards: Shards, length: int, *, contiguous: bool) -> Spans:
     """Return all tokens of a corpus as spans."""
     if contiguous:
-        return _stream(shards, 0, shards.token_count, length)
+        return _build_spans(shards, 0, shards.token_count, length)
     begins = np.concatenate([np.zeros(1, np.int64), shards.ends[:-1]])
     return Spans(shards, begins, shards.ends, length)
 
 
-def divided(
+def split_spans(
     shards: Shards, length: int, validation: float | int, seed: int, *, contiguous: bool, key: str
 ) -> tuple[Spans, Spans]:
     """Split a corpus into training and validation spans: its end if contiguous, else random documents without overlap.
@@ -204,14 +209,14 @@ def divided(
                 f"data.validation: {validation} of the {total:,} tokens of {key} leaves too few tokens for training "
                 "or validation; change it, or set it to null"
             )
-        return _stream(shards, 0, total - size, length), _stream(shards, total - size, total, length)
-    in_validation = _held_out(shards.digests, validation, seed, key)
-    corpus = everything(shards, length, contiguous=False)
+        return _build_spans(shards, 0, total - size, length), _build_spans(shards, total - size, total, length)
+    in_validation = _choose_held_out(shards.digests, validation, seed, key)
+    corpus = build_whole_spans(shards, length, contiguous=False)
     sides = [Spans(shards, corpus.begins[side], corpus.ends[side], length) for side in (~in_validation, in_validation)]
     return sides[0], sides[1]
 
 
-def fingerprint_of(parts: Sequence[Spans], mixture: tuple[MixturePart, ...] | None) -> str:
+def fingerprint_spans(parts: Sequence[Spans], mixture: tuple[MixturePart, ...] | None) -> str:
     """Return a hash of the tokens and their division into windows, independent of file paths."""
     digest = hashlib.sha256(repr(mixture).encode())
     for part in parts:
@@ -220,11 +225,13 @@ def fingerprint_of(parts: Sequence[Spans], mixture: tuple[MixturePart, ...] | No
     return digest.hexdigest()[:32]
 
 
-def _stream(shards: Shards, begin: int, end: int, length: int) -> Spans:
+def _build_spans(shards: Shards, begin: int, end: int, length: int) -> Spans:
     return Spans(shards, np.asarray([begin], dtype=np.int64), np.asarray([end], dtype=np.int64), length)
 
 
-def _held_out(digests: npt.NDArray[np.uint64], validation: float | int, seed: int, key: str) -> npt.NDArray[np.bool_]:
+def _choose_held_out(
+    digests: npt.NDArray[np.uint64], validation: float | int, seed: int, key: str
+) -> npt.NDArray[np.bool_]:
     """Return which documents are held out: the first in an order determined by the seed and their tokens."""
     total = len(digests)
     count = max(1, round(validation * total)) if isinstance(validation, float) else int(validation)
@@ -233,7 +240,7 @@ def _held_out(digests: npt.NDArray[np.uint64], validation: float | int, seed: in
             f"data.validation: {validation} of the {total:,} documents of {key} leaves none for training; lower it, "
             "set it to null, or set pretrain.windows to contiguous, which holds out the end of the text"
         )
-    ranks = _mixed(digests, seed)
+    ranks = _mix_digests(digests, seed)
     order = np.argsort(ranks, kind="stable")
     # Equal documents stay together, on the training side.
     border = ranks[order[count]]
@@ -243,7 +250,7 @@ def _held_out(digests: npt.NDArray[np.uint64], validation: float | int, seed: in
     return in_validation
 
 
-def _mixed(digests: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
+def _mix_digests(digests: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
     """Mix the digests with the seed (splitmix64 finalizer, Steele et al., OOPSLA 2014)."""
     salt = int.from_bytes(hashlib.sha256(f"{seed}/held back".encode()).digest()[:8], "little")
     mixed = digests ^ np.uint64(salt)
@@ -273,16 +280,18 @@ def prepare_windows(
         MachineError: the cache cannot be written.
     """
     data = recipe.data
-    opened = [_shards(source, key, tokenizer, cache) for source, key in data.keyed_sources]
+    opened = [_open_shards(source, key, tokenizer, cache) for source, key in data.keyed_sources]
     corpora = opened[: len(data.sources)]
-    spans = [everything(corpus, data.max_length, contiguous=contiguous) for corpus in opened]
+    spans = [build_whole_spans(corpus, data.max_length, contiguous=contiguous) for corpus in opened]
     train, separate = spans[: len(corpora)], iter(spans[len(corpora) :])
     held_out: list[Spans] = []
     if data.held_out is not None:
-        train, sizes = [], validation_sizes(data, [corpus.token_count for corpus in corpora])
+        train, sizes = [], compute_validation_sizes(data, [corpus.token_count for corpus in corpora])
         for corpus, share, key in zip(corpora, sizes, data.source_keys, strict=True):
             size = share if isinstance(share, float) else max(1, share or 0)
-            training, aside = divided(corpus, data.max_length, size, recipe.train.seed, contiguous=contiguous, key=key)
+            training, aside = split_spans(
+                corpus, data.max_length, size, recipe.train.seed, contiguous=contiguous, key=key
+            )
             train.append(training)
             held_out.append(aside)
     sets = {
@@ -291,16 +300,16 @@ def prepare_windows(
     }
     validation_spans = [part for parts in sets.values() for part in parts]
     for shards in opened:
-        if wrong := unknown_in_shards(shards, tokenizer, embeddings):
+        if wrong := check_shard_tokens(shards, tokenizer, embeddings):
             raise RequestError(wrong)
     mixture = None
-    lines = [line for corpus in corpora for line in (_line(corpus), *corpus.about.get("notes", ()))]
+    lines = [line for corpus in corpora for line in (_describe_corpus(corpus), *corpus.about.get("notes", ()))]
     if len(train) > 1:
         windows = [int(part.counts().sum()) for part in train]
         if not all(windows):
             raise RequestError(f"{data.source_keys[windows.index(0)]}: no tokens to predict")
-        mixture = mixture_of(data, windows)
-        lines += mixture_lines(data, mixture)
+        mixture = build_mixture(data, windows)
+        lines += describe_mixture(data, mixture)
     datasets = (
         WindowDataset.of(train, mixture),
         (WindowDataset.of(validation_spans, None) if validation_spans else None),
@@ -317,18 +326,18 @@ def prepare_windows(
     return *datasets, [*lines, _split_line(*datasets, contiguous)], named
 
 
-def _shards(source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Shards:
+def _open_shards(source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Shards:
     """Open the shards of a source, or build them in the cache if they are not there yet."""
     if is_shards(source.source):
         if source.limit is not None:
             raise RequestError(
                 f"{key}.limit: is not supported for token shards; remove it, or tokenize fewer documents"
             )
-        shards = Shards.open(user_path(source.source), key)
+        shards = Shards.open(expand_user_path(source.source), key)
         shards.check_tokenizer(tokenizer, key)
         return shards
-    identity = identity_of([(source, key)])
-    task = hashlib.sha256(json.dumps([identity, tokenizer_fingerprint(tokenizer)], default=str).encode()).hexdigest()
+    identity = build_identity([(source, key)])
+    task = hashlib.sha256(json.dumps([identity, fingerprint_tokenizer(tokenizer)], default=str).encode()).hexdigest()
     directory = cache / "shards" / task[:32]
 
     def find() -> Shards | None:
@@ -342,25 +351,25 @@ def _shards(source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase,
     def make(path: Path) -> None:
         from trainwright.data.tokens.shard_writer import tokenize
 
-        doing(f"tokenizing {source.source}")
+        begin_activity(f"tokenizing {source.source}")
         processes = max(1, detect().cpu_cores - 1)
         tokenize([(source, key)], tokenizer, path, identity=identity, processes=processes)
 
-    with cache_in_words(directory, CANNOT_STORE):
+    with explain_cache_errors(directory, CANNOT_STORE):
         return build_once(directory, find, make, goes_on=True)
 
 
-def identity_of(sources: Sequence[tuple[SourceSection, str]]) -> list[Any]:
+def build_identity(sources: Sequence[tuple[SourceSection, str]]) -> list[Any]:
     """Return a value that changes whenever the sources or their content change, without reading them."""
-    from trainwright.data.sources.key import file_states, row_changes
+    from trainwright.data.sources.key import list_row_changes, read_file_states
 
-    settings = ([source.format, source.limit, *row_changes(source)] for source, _ in sources)
-    return [VERSION, *([file_states(*one), *values] for one, values in zip(sources, settings, strict=True))]
+    settings = ([source.format, source.limit, *list_row_changes(source)] for source, _ in sources)
+    return [VERSION, *([read_file_states(*one), *values] for one, values in zip(sources, settings, strict=True))]
 
 
-def _line(corpus: Shards) -> str:
+def _describe_corpus(corpus: Shards) -> str:
     about = corpus.about
-    documents = plural(about["documents"], "document")
+    documents = format_plural(about["documents"], "document")
     return (
         f"{about['source']}: {about['tokens']:,} tokens ({about['dtype']}) in {documents}, "
         f"{about['characters'] / max(1, about['tokens']):.2f} characters per token, in {corpus.directory}"
@@ -369,7 +378,7 @@ def _line(corpus: Shards) -> str:
 
 def _split_line(train: WindowDataset, validation: WindowDataset | None, contiguous: bool) -> str:
     what = "contiguous windows" if contiguous else "windows of documents"
-    line = f"{len(train):,} {what} ({plural(train.token_count, 'token')}) to train on"
+    line = f"{len(train):,} {what} ({format_plural(train.token_count, 'token')}) to train on"
     if validation is None:
         return f"{line}, none for validation"
-    return f"{line}, {len(validation):,} ({plural(validation.token_count, 'token')}) for validation"
+    return f"{line}, {len(validation):,} ({format_plural(validation.token_count, 'token')}) for validation"

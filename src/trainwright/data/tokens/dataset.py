@@ -122,7 +122,7 @@ class TokenDataset:
         lengths = each[: len(self)] if self.members is None else each[self.members].sum(1)
         if self.paired is None:
             return lengths
-        partners = drawn([MixturePart(self.paired.count, len(self))], 0, self.fingerprint)
+        partners = draw_examples([MixturePart(self.paired.count, len(self))], 0, self.fingerprint)
         return lengths + each[self.paired.begin + partners]
 
     def target_fraction(self, examples: Sequence[int] | Indices | None = None) -> float:
@@ -190,7 +190,7 @@ class TokenDataset:
         return cls(**arrays, fingerprint=about["fingerprint"], report=about["report"], mixture=mixture)
 
 
-def opened(directory: Path) -> TokenDataset | None:
+def open_dataset(directory: Path) -> TokenDataset | None:
     """Return a saved dataset; None if it is missing or damaged. Raises OSError if it cannot be read now."""
     try:
         return TokenDataset.open(directory)
@@ -258,7 +258,7 @@ class TokenSpool:
         self._targets.close()
 
 
-def header(length: int, role: int) -> bytes:
+def build_header(length: int, role: int) -> bytes:
     """Return the header of a sequence for hashing: its length and role."""
     return length.to_bytes(8, "little") + (role.to_bytes(1, "little") if role else b"")
 
@@ -283,13 +283,13 @@ def write_dataset(
     digest = hashlib.sha256()
     roles = array("b")
     with (directory / "tokens.npy").open("wb") as tokens, (directory / "targets.npy").open("wb") as targets:
-        _npy_header(tokens, "<i4", total)
-        _npy_header(targets, "|b1", total)
+        _write_npy_header(tokens, "<i4", total)
+        _write_npy_header(targets, "|b1", total)
         for spool, sequences in parts:
             for sequence in sequences:
                 ids, flags = spool.read(int(sequence))
                 role = spool.roles[sequence]
-                digest.update(header(len(flags), role) + ids + flags)
+                digest.update(build_header(len(flags), role) + ids + flags)
                 tokens.write(ids)
                 targets.write(flags)
                 roles.append(role)
@@ -307,17 +307,17 @@ def write_dataset(
     return total
 
 
-def _npy_header(file: BinaryIO, kind: str, length: int) -> None:
+def _write_npy_header(file: BinaryIO, kind: str, length: int) -> None:
     about = {"descr": kind, "fortran_order": False, "shape": (length,)}
     np.lib.format.write_array_header_1_0(file, about)  # type: ignore[no-untyped-call, unused-ignore]
 
 
-def parts_of(sizes: Sequence[int], weights: Sequence[float]) -> tuple[MixturePart, ...]:
+def divide_epoch(sizes: Sequence[int], weights: Sequence[float]) -> tuple[MixturePart, ...]:
     """Divide an epoch, which has as many examples as all sources together, by weight (largest remainders)."""
-    return tuple(map(MixturePart, sizes, shares(sum(sizes), weights)))
+    return tuple(map(MixturePart, sizes, compute_shares(sum(sizes), weights)))
 
 
-def shares(total: int, weights: Sequence[float]) -> list[int]:
+def compute_shares(total: int, weights: Sequence[float]) -> list[int]:
     """Divide ``total`` in proportion to ``weights`` by largest remainders; ties go to the earlier weight."""
     exact = [total * weight / sum(weights) for weight in weights]
     counts = [int(share) for share in exact]
@@ -327,7 +327,7 @@ def shares(total: int, weights: Sequence[float]) -> list[int]:
     return counts
 
 
-def drawn(parts: Sequence[MixturePart], epoch: int, key: str) -> Indices:
+def draw_examples(parts: Sequence[MixturePart], epoch: int, key: str) -> Indices:
     """Return the examples of one epoch before shuffling: a pure function of the arguments.
 
     Each source is sampled in rounds, each a permutation of its examples, and an epoch continues where the previous one
@@ -337,19 +337,21 @@ def drawn(parts: Sequence[MixturePart], epoch: int, key: str) -> Indices:
     begin = 0
     for index, part in enumerate(parts):
         first, last = epoch * part.drawn, (epoch + 1) * part.drawn
-        pieces.append(begin + in_rounds(part.examples, first, last, f"{key}/{index}"))
+        pieces.append(begin + draw_rounds(part.examples, first, last, f"{key}/{index}"))
         begin += part.examples
     return np.concatenate(pieces)
 
 
-def permuted(size: int, key: str) -> Indices:
+def permute_indices(size: int, key: str) -> Indices:
     """Return a permutation of 0 to size - 1 that depends only on ``key``."""
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
     order: Indices = np.random.Generator(np.random.PCG64(seed)).permutation(np.arange(size, dtype=np.int64))
     return order
 
 
-def in_rounds(size: int, first: int, last: int, key: str, order: Callable[[int, str], Indices] = permuted) -> Indices:
+def draw_rounds(
+    size: int, first: int, last: int, key: str, order: Callable[[int, str], Indices] = permute_indices
+) -> Indices:
     """Return the examples ``first`` to ``last`` of endless rounds over ``size`` examples, each in an ``order``."""
     rounds = range(first // size, -(-last // size))
     pieces = [order(size, f"{key}/{turn}")[max(0, first - turn * size) : last - turn * size] for turn in rounds]

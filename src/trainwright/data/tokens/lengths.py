@@ -17,10 +17,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.tokens.packing import best_fit_decreasing, examples_within, fitting
+from trainwright.data.tokens.packing import best_fit_decreasing, count_examples_within, pack_in_order
 from trainwright.errors import RequestError
 from trainwright.machine.cache import try_write
-from trainwright.utils.text import plural, times
+from trainwright.utils.text import format_plural, format_ratio
 
 if TYPE_CHECKING:
     import numpy as np
@@ -80,28 +80,30 @@ class Lengths:
             fullest = max(fullest, *(sum(lengths[i] for i in pack) for pack in packs))
         return counts / len(sample) * max(1.0, global_batch_size / _MAX_SAMPLED), fullest
 
-    def examples_in(self, packs: int, capacity: int) -> int:
+    def estimate_pack_examples(self, packs: int, capacity: int) -> int:
         """Return the mean number of examples of random global batches of ``packs``."""
         draw, some = random.Random(0), max(1, min(packs, _MAX_SAMPLED // 64))
         counts = []
         for _ in range(_SAMPLED_BATCHES):
             lengths = iter(lambda: draw.choice(self.quantiles), None)
-            counts.append(sum(map(len, fitting(lengths, some, capacity))))
+            counts.append(sum(map(len, pack_in_order(lengths, some, capacity))))
         return max(1, round(fmean(counts) * packs / some))
 
-    def examples_of(self, tokens: int) -> int:
+    def estimate_token_examples(self, tokens: int) -> int:
         """Return the mean number of examples of random global batches of at most ``tokens``."""
         draw, some = random.Random(0), min(tokens, max(self.longest, round(_MAX_SAMPLED * self.mean)))
         lengths = iter(lambda: draw.choice(self.quantiles), None)
-        return max(1, round(fmean(examples_within(lengths, some) for _ in range(_SAMPLED_BATCHES)) * tokens / some))
+        return max(
+            1, round(fmean(count_examples_within(lengths, some) for _ in range(_SAMPLED_BATCHES)) * tokens / some)
+        )
 
-    def max_batch_tokens(self, global_batch_size: int, steps: int | None = None) -> float:
+    def estimate_max_batch_tokens(self, global_batch_size: int, steps: int | None = None) -> float:
         """Return the most tokens of a global batch, over as many random batches as a run has steps, if it is short."""
         count = max(_SAMPLED_BATCHES, min(steps or _DRAWN, _DRAWN // global_batch_size))
         batches = self._batches(global_batch_size, count)
         return max(map(sum, batches)) * max(1.0, global_batch_size / _MAX_SAMPLED)
 
-    def longest_first(self, global_batch_size: int) -> tuple[int, ...]:
+    def list_longest_first(self, global_batch_size: int) -> tuple[int, ...]:
         """Return the longest example lengths over random global batches, at up to 64 ranks in descending order.
 
         Lengths of a batch are sorted, and ranks are equally spaced; the maximum of each rank is over the batches. Empty
@@ -130,32 +132,32 @@ class Lengths:
             yield draw.choices(self.quantiles, k=min(global_batch_size, _MAX_SAMPLED))
 
 
-def longest_of(parts: Sequence[Lengths], global_batch_size: int) -> tuple[int, ...]:
+def find_longest(parts: Sequence[Lengths], global_batch_size: int) -> tuple[int, ...]:
     """Return the longest example lengths, as ``Lengths.longest_first``, over the batches of all parts of a run."""
     if len(parts) == 1:
-        return parts[0].longest_first(global_batch_size)
+        return parts[0].list_longest_first(global_batch_size)
     count = min(_PLACES, global_batch_size, _MAX_SAMPLED)
-    lengths = [part.longest_first(global_batch_size) or (part.longest,) * count for part in parts]
+    lengths = [part.list_longest_first(global_batch_size) or (part.longest,) * count for part in parts]
     return tuple(map(max, zip(*lengths, strict=True)))
 
 
-def lengths_of(dataset: TokenDataset) -> Lengths:
+def count_lengths(dataset: TokenDataset) -> Lengths:
     """Count the lengths of tokenized examples, in the shares of their sources."""
-    from trainwright.data.tokens.dataset import drawn
+    from trainwright.data.tokens.dataset import draw_examples
 
     lengths = dataset.example_lengths()
-    longest = _longest(lengths)
+    longest = _find_longest(lengths)
     if dataset.mixture is not None:
-        lengths = lengths[drawn(dataset.mixture, 0, "lengths")]
-    return _counted(lengths, dataset.target_fraction(), dataset.target_fraction(longest))
+        lengths = lengths[draw_examples(dataset.mixture, 0, "lengths")]
+    return _build_lengths(lengths, dataset.target_fraction(), dataset.target_fraction(longest))
 
 
-def _longest(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _find_longest(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     count = min(_LONGEST, len(lengths))
     return lengths.argpartition(len(lengths) - count)[len(lengths) - count :]
 
 
-def _counted(lengths: npt.NDArray[np.int64], *fractions: float) -> Lengths:
+def _build_lengths(lengths: npt.NDArray[np.int64], *fractions: float) -> Lengths:
     import numpy as np
 
     lengths = np.sort(lengths)
@@ -164,17 +166,17 @@ def _counted(lengths: npt.NDArray[np.int64], *fractions: float) -> Lengths:
     return Lengths(quantiles, len(lengths), fractions[0], max_target_fraction=max(fractions))
 
 
-def lengths_of_sources(dataset: TokenDataset) -> list[Lengths]:
+def count_source_lengths(dataset: TokenDataset) -> list[Lengths]:
     """Count the lengths of the examples of each source."""
     import numpy as np
 
     lengths = dataset.example_lengths()
     ends = np.cumsum([part.examples for part in dataset.mixture or ()])[:-1]
-    fractions = dataset.target_fraction(), dataset.target_fraction(_longest(lengths))
-    return [_counted(part, *fractions) for part in np.split(lengths, ends)]
+    fractions = dataset.target_fraction(), dataset.target_fraction(_find_longest(lengths))
+    return [_build_lengths(part, *fractions) for part in np.split(lengths, ends)]
 
 
-def mixed(parts: Sequence[tuple[Lengths, float]]) -> Lengths:
+def mix_lengths(parts: Sequence[tuple[Lengths, float]]) -> Lengths:
     """Return the lengths of a mixture of parts, each with its share of the examples; how many it has is not known."""
     parts = [(lengths, share) for lengths, share in parts if share]
     points = sorted((n, share / len(lengths.quantiles)) for lengths, share in parts for n in lengths.quantiles)
@@ -186,59 +188,60 @@ def mixed(parts: Sequence[tuple[Lengths, float]]) -> Lengths:
     return Lengths(quantiles, None, *fractions, max(lengths.max_target_fraction for lengths, _ in parts))
 
 
-def rows_of(recipe: RecipeSchema) -> str:
+def describe_rows(recipe: RecipeSchema) -> str:
     """Return what the examples of a recipe's task are made of, which decides their lengths; empty: of one row."""
-    from trainwright.data.rows.formats import EXAMPLES, kind_of_rows
+    from trainwright.data.rows.formats import EXAMPLES, look_up_reader
 
     if recipe.spec.corpus:
         return ""
-    kinds = {kind_of_rows(recipe, key).name for key in recipe.data.source_keys}
+    kinds = {look_up_reader(recipe, key).name for key in recipe.data.source_keys}
     count = recipe.spec.needs(recipe).sequences_per_example
     return "" if count == 1 and kinds == {EXAMPLES.name} else f"{count} of {', '.join(sorted(kinds))}"
 
 
-def remember(
+def remember_lengths(
     model: ModelSection, data: DataSection, seed: int, dataset: TokenDataset, cache: Path, rows: str = ""
 ) -> None:
-    """Save the lengths of a source for ``recall``.
+    """Save the lengths of a source for ``recall_lengths``.
 
     Args:
-        rows: see ``rows_of``.
+        rows: see ``describe_rows``.
     """
-    file = _lengths_file(model, data, seed, cache, rows)
+    file = _locate_lengths_file(model, data, seed, cache, rows)
     if not file.exists():
         staged = data.stages is not None
-        about = list(map(asdict, lengths_of_sources(dataset))) if staged else asdict(lengths_of(dataset))
+        about = list(map(asdict, count_source_lengths(dataset))) if staged else asdict(count_lengths(dataset))
         if isinstance(about, dict) and data.streaming is not None:
             about["examples"] = None  # those counted are the first ones
         try_write(file, json.dumps(about))
 
 
-def recall(model: ModelSection, data: DataSection, seed: int, cache: Path, rows: str = "") -> Lengths | None:
+def recall_lengths(model: ModelSection, data: DataSection, seed: int, cache: Path, rows: str = "") -> Lengths | None:
     """Return the saved lengths of a source for this model, or None if it was not tokenized yet or has changed."""
-    parts = recall_sources(model, data, seed, cache, rows)
+    parts = recall_source_lengths(model, data, seed, cache, rows)
     return None if parts is None else parts[0]
 
 
-def recall_sources(
+def recall_source_lengths(
     model: ModelSection, data: DataSection, seed: int, cache: Path, rows: str = ""
 ) -> list[Lengths] | None:
-    """Return the saved lengths of each source of a recipe with stages; see ``recall``."""
+    """Return the saved lengths of each source of a recipe with stages; see ``recall_lengths``."""
     try:
-        cached = json.loads(_lengths_file(model, data, seed, cache, rows).read_text(encoding="utf-8"))
+        cached = json.loads(_locate_lengths_file(model, data, seed, cache, rows).read_text(encoding="utf-8"))
         parts = cached if isinstance(cached, list) else [cached]
         return [Lengths(**{**part, "quantiles": tuple(part["quantiles"])}) for part in parts]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def repeated(global_batch_size: int, examples: int) -> str | None:
+def check_repetition(global_batch_size: int, examples: int) -> str | None:
     """Return a warning if a step uses examples more than once, or None if there are enough examples."""
     if global_batch_size <= examples:
         return None
     return (
-        f"train.global_batch_size {global_batch_size:,} exceeds the {plural(examples, 'example')} to train on: each "
-        f"step uses every example about {times(global_batch_size / examples)} times"
+        f"train.global_batch_size {global_batch_size:,} exceeds the {format_plural(examples, 'example')} to train on: "
+        "each "
+        f"step uses every example about {format_ratio(global_batch_size / examples)} times"
     )
 
 
@@ -258,7 +261,7 @@ def estimate(examples: Sequence[Sequence[object]], max_length: int, bytewise: bo
     """
 
     def length(sequence: object) -> int:
-        texts = list(_texts(sequence))
+        texts = list(_iterate_texts(sequence))
         count = sum(len(t.encode()) if bytewise else len(t) / _CHARACTERS_PER_TOKEN for t in texts)
         if isinstance(sequence, tuple):  # the parts of a row that marks its targets: texts or token ids
             count += sum(len(part) for part, _ in sequence if not isinstance(part, str))
@@ -268,25 +271,25 @@ def estimate(examples: Sequence[Sequence[object]], max_length: int, bytewise: bo
     return Lengths(tuple(lengths), None, 1.0, exact=False) if lengths else None
 
 
-def _texts(value: object) -> Iterator[str]:
+def _iterate_texts(value: object) -> Iterator[str]:
     """Yield every text in a sequence, except role names, ids and types."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
         for key, part in value.items():
             if key not in ("role", "from", "id", "type"):
-                yield from _texts(part)
+                yield from _iterate_texts(part)
     elif isinstance(value, (list, tuple)):
         for part in value:
-            yield from _texts(part)
+            yield from _iterate_texts(part)
 
 
-def _lengths_file(model: ModelSection, data: DataSection, seed: int, cache: Path, rows: str) -> Path:
-    from trainwright.data.sources.key import source_key
+def _locate_lengths_file(model: ModelSection, data: DataSection, seed: int, cache: Path, rows: str) -> Path:
+    from trainwright.data.sources.key import build_source_key
 
     tokenizer = [model.name if model.tokenizer is None else model.tokenizer, model.gguf_file, model.chat_template]
     added = [model.added_tokens.names] if model.added_tokens.names else []
-    key: dict[str, Any] = source_key(data, seed, json.dumps([*tokenizer, *added]))
+    key: dict[str, Any] = build_source_key(data, seed, json.dumps([*tokenizer, *added]))
     if rows:
         key["rows"] = rows
     key["about"] = [field.name for field in fields(Lengths)]

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 
-def examples_within(lengths: Iterator[int], tokens: int) -> int:
+def count_examples_within(lengths: Iterator[int], tokens: int) -> int:
     """Return how many of the next examples have at most ``tokens`` together, at least one."""
     sums = accumulate(lengths)
     return max(1, next(index for index, total in enumerate(sums) if total > tokens))
 
 
-def fitting(lengths: Iterator[int], packs: int, capacity: int) -> list[list[int]]:
+def pack_in_order(lengths: Iterator[int], packs: int, capacity: int) -> list[list[int]]:
     """Group the indices of as many ``lengths`` as fit into ``packs``, one after another, until one fits into none.
 
     Each is put into the fullest pack with enough space.

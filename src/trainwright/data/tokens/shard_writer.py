@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
-from trainwright.data.rows.texts import TextPiece, ends_of, pieces
-from trainwright.data.sources.shards import ABOUT, INDEX, VERSION, tokenizer_fingerprint, tokenizer_name
+from trainwright.data.rows.texts import TextPiece, iterate_pieces, list_end_texts
+from trainwright.data.sources.shards import ABOUT, INDEX, VERSION, describe_tokenizer, fingerprint_tokenizer
 from trainwright.data.tokens import token_worker
 from trainwright.data.tokens.token_worker import Encoded, Encoder, Settings
 from trainwright.errors import MachineError, RequestError
@@ -85,7 +85,7 @@ def tokenize(
         MachineError: a worker process was killed.
         OSError: ``out`` cannot be written.
     """
-    fingerprint = tokenizer_fingerprint(tokenizer)
+    fingerprint = fingerprint_tokenizer(tokenizer)
     task = hashlib.sha256(json.dumps([identity, fingerprint, shard_tokens], default=str).encode()).hexdigest()
     if out.exists() and not out.is_dir():
         raise RequestError(f"--out: {out} is a file; choose a directory")
@@ -94,23 +94,23 @@ def tokenize(
     with lock_directory(
         out, f"--out: {out} is being written by another process; wait for it, or choose another directory"
     ):
-        if (manifest := _finished(out, task)) is not None:
+        if (manifest := _read_finished(out, task)) is not None:
             return manifest
-        settings = settings_of(tokenizer)
+        settings = build_settings(tokenizer)
         writer = _Writer(out, task, settings.dtype, shard_tokens)
         notes: list[str] = []
-        text = (piece for source, key in sources for piece in pieces(source, key, notes))
+        text = (piece for source, key in sources for piece in iterate_pieces(source, key, notes))
         pending = islice(text, writer.position.pieces, None)
         try:
-            with encoding(settings, processes) as encode:
-                for chunk, encoded in encode(chunks(pending)):
+            with open_encoder(settings, processes) as encode:
+                for chunk, encoded in encode(iterate_chunks(pending)):
                     writer.add(chunk, encoded)
                     report(writer.position.characters, writer.tokens, writer.position.documents)
         except RequestError:
-            if writer.discarded_empty() and new:
+            if writer.discard_empty() and new:
                 remove_locked(out)
             raise
-        made_by = {"name": tokenizer_name(tokenizer), "fingerprint": fingerprint, "vocabulary": len(tokenizer)}
+        made_by = {"name": describe_tokenizer(tokenizer), "fingerprint": fingerprint, "vocabulary": len(tokenizer)}
         about = {
             "version": VERSION,
             "source": " + ".join(source.source for source, _ in sources),
@@ -122,7 +122,7 @@ def tokenize(
         return writer.finish(about)
 
 
-def settings_of(tokenizer: PreTrainedTokenizerBase) -> Settings:
+def build_settings(tokenizer: PreTrainedTokenizerBase) -> Settings:
     """Return the settings of a tokenizer for worker processes, with its special tokens around a document."""
     backend: Any = tokenizer.backend_tokenizer
     end = tokenizer.eos_token_id
@@ -132,12 +132,12 @@ def settings_of(tokenizer: PreTrainedTokenizerBase) -> Settings:
         dtype=np.min_scalar_type(max(tokenizer.get_vocab().values())).name,
         prefix=tuple(opened),
         suffix=() if end is None else (int(end),),
-        ends=ends_of(tokenizer),
+        ends=list_end_texts(tokenizer),
         characters=bool(tokenizer.init_kwargs.get("characters")),
     )
 
 
-def _finished(out: Path, task: str) -> dict[str, Any] | None:
+def _read_finished(out: Path, task: str) -> dict[str, Any] | None:
     """Return the description of finished shards in ``out``, or None if they are not finished."""
     if (out / ABOUT).is_file():
         about = read_json(out / ABOUT)
@@ -185,8 +185,8 @@ class _Writer:
         """Open the files of the shard being written, truncated to the saved length."""
         name = f"{len(self.position.shards):05d}"
         width = self._dtype.itemsize
-        self._tokens = _opened(self._out / f"{name}.tokens", self.position.tokens * width)
-        self._index = _opened(self._out / f"{name}.index", self.position.index * INDEX.itemsize)
+        self._tokens = _open_resized(self._out / f"{name}.tokens", self.position.tokens * width)
+        self._index = _open_resized(self._out / f"{name}.index", self.position.index * INDEX.itemsize)
         self._document = hashlib.blake2b(digest_size=8)
         start = 0  # start of the unfinished document
         if self.position.index:
@@ -239,7 +239,7 @@ class _Writer:
             file.flush()
             os.fsync(file.fileno())
 
-    def discarded_empty(self) -> bool:
+    def discard_empty(self) -> bool:
         """Remove the files if no piece was saved to resume from; return whether they were removed."""
         if self._noted:
             return False
@@ -287,14 +287,14 @@ def _replace(file: Path, text: str) -> None:
     scratch.replace(file)
 
 
-def _opened(file: Path, size: int) -> BinaryIO:
+def _open_resized(file: Path, size: int) -> BinaryIO:
     opened = file.open("r+b" if file.exists() else "w+b")
     opened.truncate(size)
     opened.seek(size)
     return opened
 
 
-def chunks(text: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
+def iterate_chunks(text: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
     """Yield pieces in lists that a process gets at a time."""
     chunk: list[TextPiece] = []
     size = 0
@@ -313,7 +313,7 @@ Encode = Callable[[Iterable[Chunk]], Iterator[tuple[Chunk, Encoded]]]
 
 
 @contextmanager
-def encoding(settings: Settings, processes: int) -> Iterator[Encode]:
+def open_encoder(settings: Settings, processes: int) -> Iterator[Encode]:
     """Provide a function that yields chunks with their tokens, in order, computed by ``processes`` processes.
 
     Raises:

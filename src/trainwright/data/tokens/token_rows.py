@@ -16,16 +16,16 @@ import numpy as np
 import numpy.typing as npt
 
 from trainwright.data.rows.chat_encoding import Encoded
-from trainwright.data.rows.chat_templates import Remarks, to_keep
-from trainwright.data.rows.formats import EXAMPLES, NoTarget, RowReader, TurnsError, by_turn
-from trainwright.data.rows.layouts import PLAIN, RowLayout, columns_not_used
-from trainwright.data.rows.texts import RowEncoder, encoder_of
-from trainwright.data.sources.reading import location_of, media_notes, read_rows, source_notes
+from trainwright.data.rows.chat_templates import Remarks, describe_remedies
+from trainwright.data.rows.formats import EXAMPLES, NoTarget, RowReader, TurnsError, split_by_turn
+from trainwright.data.rows.layouts import PLAIN, RowLayout, describe_unused_columns
+from trainwright.data.rows.texts import RowEncoder, build_encoder
+from trainwright.data.sources.reading import list_media_notes, list_source_notes, locate_row, read_rows
 from trainwright.data.sources.row_files import Row
-from trainwright.data.tokens.dataset import TokenSpool, header
+from trainwright.data.tokens.dataset import TokenSpool, build_header
 from trainwright.errors import RequestError
-from trainwright.utils.activity import progress
-from trainwright.utils.text import plural, they
+from trainwright.utils.activity import report_progress
+from trainwright.utils.text import format_clause, format_plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,7 +97,7 @@ class TokenRows:
             is_long = any(len(ids) > self.max_length for ids in tokens)
             ends = [(0, self.max_length)]
             if self.splits and len(tokens[0]) > self.max_length and len(tokens) == 1:
-                ends = windows_of(len(tokens[0]), self.max_length)
+                ends = split_windows(len(tokens[0]), self.max_length)
             elif not self.drops:
                 cut += sum(max(0, len(ids) - self.max_length) for ids in tokens)
                 tokens = [ids[: self.max_length] for ids in tokens]
@@ -117,7 +117,7 @@ class TokenRows:
             split |= len(trained) > 1
             count += len(trained)
             for ids, flags, role in zip(tokens, targets, roles, strict=True):
-                digest.update(header(len(ids), role) + ids.tobytes())
+                digest.update(build_header(len(ids), role) + ids.tobytes())
                 digest.update(flags.tobytes() if self.compares_targets else b"")
         self.truncated += bool(cut)
         self.cut_tokens += cut
@@ -149,7 +149,7 @@ class TokenRows:
         """Return the number of rows with the same tokens as an earlier row."""
         return len(self.hashes) - len(np.unique(self.hashes))
 
-    def sequences_of(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def list_sequences(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the indices of the sequences that ``rows`` (among the rows with examples) became, in order."""
         counts = np.frombuffer(self.examples_of_row, dtype=np.int64) * self.sequences_per_example
         begins = np.cumsum(counts) - counts
@@ -181,37 +181,38 @@ class TokenRows:
         how = "detected from the first rows" if self.detected else "set by data.format"
         how += f"; {self.format.read_as}" if self.format.read_as else ""
         lines = [
-            f"{name}: {self.source}, {plural(self.rows, 'row')} of {self.format} ({how})",
+            f"{name}: {self.source}, {format_plural(self.rows, 'row')} of {self.format} ({how})",
             f"{name}: {count['tokens']:,} tokens, {count['target_tokens']:,} of them targets; "
-            f"longest {'row' if self.sequences_per_example == 1 else 'side'} {plural(self.longest, 'token')}",
+            f"longest {'row' if self.sequences_per_example == 1 else 'side'} {format_plural(self.longest, 'token')}",
         ]
         if self.truncated:
             lines.append(
-                f"{name}: {self.truncated:,} of {plural(self.rows, 'row')} cut to data.max_length "
-                f"{self.max_length:,}, {plural(self.cut_tokens, 'token')} lost"
+                f"{name}: {self.truncated:,} of {format_plural(self.rows, 'row')} cut to data.max_length "
+                f"{self.max_length:,}, {format_plural(self.cut_tokens, 'token')} lost"
             )
         if self.divided:
             lines.append(
-                f"{name}: {self.divided:,} of {plural(self.rows, 'row')} split at data.max_length {self.max_length:,}; "
-                f"{plural(len(self), 'example')} in all"
+                f"{name}: {self.divided:,} of {format_plural(self.rows, 'row')} split at data.max_length "
+                f"{self.max_length:,}; "
+                f"{format_plural(len(self), 'example')} in all"
             )
         if self.without_target:
-            rows = plural(self.without_target, "row")
+            rows = format_plural(self.without_target, "row")
             lines.append(f"{name}: {rows} left out: no target in what is kept")
-        lines += [f"{name}: {plural(count, 'row')} left out: {why}" for why, count in self.left_out.items()]
-        lines += [f"{name}: {they(count, 'row', what)}" for what, count in self.remarks.items()]
+        lines += [f"{name}: {format_plural(count, 'row')} left out: {why}" for why, count in self.left_out.items()]
+        lines += [f"{name}: {format_clause(count, 'row', what)}" for what, count in self.remarks.items()]
         lines += [f"{name}: {line}" for line in self.encoding.lines()]
         if self.compares_targets and self.repeats:
             lines.append(
-                f"{name}: {plural(self.repeats, 'row')} left out: the same tokens and targets as an earlier one"
+                f"{name}: {format_plural(self.repeats, 'row')} left out: the same tokens and targets as an earlier one"
             )
         elif self.duplicates and not self.compares_targets:
-            repeat = they(self.duplicates, "row", "repeat an earlier one token by token")
+            repeat = format_clause(self.duplicates, "row", "repeat an earlier one token by token")
             lines.append(f"{name}: {repeat}; nothing is removed")
         return lines + [f"{name}: {note}" for note in self.notes]
 
 
-def windows_of(length: int, longest: int) -> list[tuple[int, int]]:
+def split_windows(length: int, longest: int) -> list[tuple[int, int]]:
     """Return the (begin, end) of each window of at most ``longest`` tokens that a longer text is split into.
 
     Each window starts with the last token of the one before, which is not a target as a window's first token but was
@@ -220,7 +221,7 @@ def windows_of(length: int, longest: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + longest, length)) for begin in range(0, length - 1, longest - 1)]
 
 
-def splits_long(long_documents: str, layout: str) -> bool:
+def is_long_split(long_documents: str, layout: str) -> bool:
     """Return whether rows of ``layout`` that are too long are split instead of cut (``data.long_documents``)."""
     return long_documents == "split" or (long_documents == "auto" and layout == "text")
 
@@ -244,26 +245,26 @@ def tokenize_source(
             has a target.
     """
     name, documents = source.source, source.is_documents
-    rows = read_rows(name, source.limit, key, documents, functools.partial(kind.narrowing, source.rows))
+    rows = read_rows(name, source.limit, key, documents, functools.partial(kind.build_narrowing, source.rows))
     columns = rows.column_names
-    encoding = RowEncoding.of(source, tokenizer, data, kind, columns, rows[:8] and _rows_of(rows[:8]), key=key)
-    token_rows = encoding.token_rows(TokenSpool(spool))
-    token_rows.notes += source_notes(name, key, documents)
+    encoding = RowEncoding.of(source, tokenizer, data, kind, columns, rows[:8] and _build_rows(rows[:8]), key=key)
+    token_rows = encoding.create_token_rows(TokenSpool(spool))
+    token_rows.notes += list_source_notes(name, key, documents)
     unused = encoding.layout.unused(columns)
-    token_rows.notes += media_notes(rows, unused)
+    token_rows.notes += list_media_notes(rows, unused)
     rows = rows.remove_columns(unused)
-    location = functools.partial(location_of, name, documents=documents, key=key)
-    blocks = (_rows_of(rows[start : start + _BATCH]) for start in range(0, len(rows), _BATCH))
-    for batch in batches(enumerate(chain.from_iterable(blocks))):
+    location = functools.partial(locate_row, name, documents=documents, key=key)
+    blocks = (_build_rows(rows[start : start + _BATCH]) for start in range(0, len(rows), _BATCH))
+    for batch in iterate_batches(enumerate(chain.from_iterable(blocks))):
         encoding.take_in(batch, token_rows, location)
-        progress(batch[-1][0] + 1, len(rows))
+        report_progress(batch[-1][0] + 1, len(rows))
     if not len(token_rows):
-        raise RequestError(f"{key}: {name}: {_nothing_left(token_rows, data.targets)}")
+        raise RequestError(f"{key}: {name}: {_explain_nothing_left(token_rows, data.targets)}")
     token_rows.notes += encoding.notes(unused)
     return token_rows
 
 
-def batches(rows: Iterable[NumberedRow]) -> Iterator[list[NumberedRow]]:
+def iterate_batches(rows: Iterable[NumberedRow]) -> Iterator[list[NumberedRow]]:
     """Yield rows in batches of limited text: a tokenizer's output takes a hundred times the memory of its text."""
     batch: list[NumberedRow] = []
     characters = 0
@@ -312,12 +313,12 @@ class RowEncoding:
             raise RequestError(f"data.example_per_turn: is for conversations of task sft, but {name} has {layout} rows")
         if layout in PLAIN and data.targets not in ("answers", "all"):
             raise RequestError(f"data.targets: {data.targets} is for conversations, but {name} has {layout} rows")
-        return cls(source, data, kind, layout, encoder_of(layout, tokenizer, data.targets), key)
+        return cls(source, data, kind, layout, build_encoder(layout, tokenizer, data.targets), key)
 
-    def token_rows(self, spool: TokenSpool) -> TokenRows:
+    def create_token_rows(self, spool: TokenSpool) -> TokenRows:
         """Return an empty store of examples."""
         data, detected = self.data, (self.source.format == "auto" or isinstance(self.source.format, list))
-        splits, drops = splits_long(data.long_documents, self.layout), data.long_documents == "drop"
+        splits, drops = is_long_split(data.long_documents, self.layout), data.long_documents == "drop"
         return TokenRows(
             self.source.source,
             self.layout,
@@ -331,11 +332,15 @@ class RowEncoding:
 
     def notes(self, unused: Sequence[str]) -> list[str]:
         """Return lines about the columns that are not used, and about what the encoder has changed so far."""
-        lines = [f"{columns_not_used(unused)}; data.columns reads a column as a field"] if unused else []
+        lines = [f"{describe_unused_columns(unused)}; data.columns reads a column as a field"] if unused else []
         for setting in ("system", "drop_system_message"):
             if self.layout in PLAIN and getattr(self.source, setting):
                 lines.append(f"data.{setting} has no effect on {self.layout} rows, which have no turns")
-        return [*lines, *self.encoder.notes, *to_keep(self.encoder.ways(), accepted=self.data.accept_omissions)]
+        return [
+            *lines,
+            *self.encoder.notes,
+            *describe_remedies(self.encoder.list_remedies(), accepted=self.data.accept_omissions),
+        ]
 
     def take_in(self, rows: Iterable[NumberedRow], token_rows: TokenRows, location: Callable[[int], str]) -> None:
         """Encode rows into ``token_rows``; ``location`` returns the file and line of a row for messages.
@@ -355,7 +360,7 @@ class RowEncoding:
                 continue
             except RequestError as error:
                 raise RequestError(f"{key}: {location(index)}: {error}") from None
-            examples = by_turn(sequences) if self.data.example_per_turn else kind.split(sequences)
+            examples = split_by_turn(sequences) if self.data.example_per_turn else kind.split(sequences)
             roles[index] = [role for role, _ in examples[0]]
             texts += [text for example in examples for _, text in example]
             owners += [index] * sum(map(len, examples))
@@ -373,18 +378,21 @@ class RowEncoding:
             token_rows.encoding.add(changes, functools.partial(location, index))
 
 
-def _nothing_left(token_rows: TokenRows, targets: str) -> str:
+def _explain_nothing_left(token_rows: TokenRows, targets: str) -> str:
     reasons = [f"{count:,}: {why}" for why, count in token_rows.left_out.items()]
     if token_rows.without_target:
-        cut = f"within data.max_length {plural(token_rows.max_length, 'token')}; the longest has {token_rows.longest:,}"
+        cut = (
+            f"within data.max_length {format_plural(token_rows.max_length, 'token')}; the longest has "
+            f"{token_rows.longest:,}"
+        )
         if targets.startswith("/") and token_rows.longest <= token_rows.max_length:
             cut = f"because data.targets {targets} matches nothing in the text of the chat template"
         if not reasons:
-            return f"none of {plural(token_rows.rows, 'row')} has a target {cut}"
+            return f"none of {format_plural(token_rows.rows, 'row')} has a target {cut}"
         reasons.append(f"{token_rows.without_target:,}: no target {cut}")
-    return f"none of {plural(token_rows.rows, 'row')} has a token to train on ({'; '.join(reasons)})"
+    return f"none of {format_plural(token_rows.rows, 'row')} has a token to train on ({'; '.join(reasons)})"
 
 
-def _rows_of(columns: dict[str, list[Any]]) -> list[Row]:
+def _build_rows(columns: dict[str, list[Any]]) -> list[Row]:
     names = list(columns)
     return [dict(zip(names, values, strict=True)) for values in zip(*columns.values(), strict=True)]

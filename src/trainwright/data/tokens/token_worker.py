@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainwright.data.rows.tokenizer_calls import panics_as_errors
+from trainwright.data.rows.tokenizer_calls import convert_panics
 from trainwright.errors import RequestError
 
 # The pattern of the ByteLevel pre-tokenizer, from GPT-2 (github.com/openai/gpt-2, src/encoder.py).
@@ -36,7 +36,7 @@ class WordTokens:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         description = json.loads(tokenizer.to_str())
-        self._pattern = _pattern(description)
+        self._pattern = _compile_pattern(description)
         self._added = [token["content"] for token in description["added_tokens"]]
         self._known: dict[str, list[int]] = {}
         self._checked = False
@@ -45,7 +45,7 @@ class WordTokens:
         """Return the token ids of a text, without special tokens around it."""
         if self._pattern is not None and not self._checked:
             self._check(text[:_CHECKED])
-        tokens = None if self._pattern is None else self._by_words(text)
+        tokens = None if self._pattern is None else self._encode_by_words(text)
         return self._plain(text) if tokens is None else tokens
 
     def _plain(self, text: str) -> npt.NDArray[np.int64]:
@@ -54,13 +54,13 @@ class WordTokens:
         return np.asarray(encoding.ids, dtype=np.int64)
 
     def _check(self, text: str) -> None:
-        tokens = self._by_words(text)
+        tokens = self._encode_by_words(text)
         if tokens is not None:
             self._checked = True
             if not np.array_equal(tokens, self._plain(text)):
                 self._pattern = None
 
-    def _by_words(self, text: str) -> npt.NDArray[np.int64] | None:
+    def _encode_by_words(self, text: str) -> npt.NDArray[np.int64] | None:
         """Return the token ids, or None if the text has added tokens or parts that the pattern does not match."""
         assert self._pattern is not None
         if any(token in text for token in self._added):
@@ -78,7 +78,7 @@ class WordTokens:
         return np.fromiter(chain.from_iterable(map(cached.__getitem__, words)), dtype=np.int64)
 
 
-def _pattern(description: dict[str, Any]) -> Any:
+def _compile_pattern(description: dict[str, Any]) -> Any:
     """Return the compiled word pattern, or None if the tokenizer is not byte-level BPE over words."""
     import regex
 
@@ -147,7 +147,7 @@ class Encoder:
         for _, text, first, last in pieces:
             ended = last and text.rstrip().endswith(self._settings.ends)
             text = text.rstrip() if ended else text
-            with panics_as_errors():
+            with convert_panics():
                 own = self._tokens(text)
             begins = first and not np.array_equal(own[: len(prefix)], prefix)
             parts = [*([prefix] if begins else []), own, *([suffix] if last and not ended else [])]

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from trainwright import __version__
 from trainwright.errors import RequestError, Stopped, TrainingError, TrainwrightError
 from trainwright.machine.machine import Machine
-from trainwright.machine.vendors import processor_of
+from trainwright.machine.vendors import look_up_processor
 from trainwright.run.process import preload_libraries, run_in_child
-from trainwright.utils.text import draw, is_terminal, plural, span
+from trainwright.utils.text import draw, format_plural, format_seconds, is_terminal
 
 if TYPE_CHECKING:
     from trainwright.run.shutdown.stop import Stopping
@@ -133,7 +133,7 @@ class Outcome:
         return any(finding.severity is Severity.BROKEN for finding in self.findings)
 
 
-def answer_of(work: Callable[[Path], None], what: str, context: CheckContext) -> Any:
+def read_answer(work: Callable[[Path], None], what: str, context: CheckContext) -> Any:
     """Return the JSON that ``work`` writes to the file it is given.
 
     Args:
@@ -148,20 +148,20 @@ def answer_of(work: Callable[[Path], None], what: str, context: CheckContext) ->
     try:
         run_in_child(functools.partial(work, answer), log, context.stopping)
     except TrainingError as error:
-        raise CheckEnded(_failed(what, str(error), log)) from None
+        raise CheckEnded(_describe_failure(what, str(error), log)) from None
     return json.loads(answer.read_text(encoding="utf-8"))
 
 
-def _failed(what: str, message: str, log: Path) -> Finding:
+def _describe_failure(what: str, message: str, log: Path) -> Finding:
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     reason = message.splitlines()[0].removeprefix("preparation failed: ").removesuffix(f"; see {log}")
     reason = reason.replace("preparation ended", "its process ended")
     why = "torch may be built for another processor or driver, or be damaged"
     fix = "install torch again: https://pytorch.org/get-started/locally"
-    return explained(f"{what}: {reason}", f"{message}\n{text}", why, fix)
+    return build_explained_finding(f"{what}: {reason}", f"{message}\n{text}", why, fix)
 
 
-def explained(what: str, message: str, why: str, fix: str) -> Finding:
+def build_explained_finding(what: str, message: str, why: str, fix: str) -> Finding:
     """Return what is broken, with cause and fixes of the error in ``message`` if it is known, else these."""
     from trainwright.doctor.diagnosis import explain
 
@@ -176,20 +176,20 @@ _MOST_SECONDS = {"cpu": 115.0, "gpu": 590.0}
 _STOPPED = "stopped; the checks were not finished, and nothing was kept"
 
 
-def examine(checks: Sequence[Check], context: CheckContext) -> MachineReport:
+def run_checks(checks: Sequence[Check], context: CheckContext) -> MachineReport:
     """Run the checks.
 
     Raises:
         Stopped: a stop was requested.
     """
-    started, device, last = time.monotonic(), processor_of(context.machine.device), math.inf
+    started, device, last = time.monotonic(), look_up_processor(context.machine.device), math.inf
     if len(checks) > 1:
         context, last = replace(context, end=started + _MOST_SECONDS[device]), started + _BEGIN_SECONDS[device]
     outcomes: list[Outcome] = []
     for check in checks:
         broken = {outcome.name for outcome in outcomes if outcome.is_broken}
         try:
-            outcomes.append(_outcome(check, context, broken, is_late=time.monotonic() > last))
+            outcomes.append(_run_check(check, context, broken, is_late=time.monotonic() > last))
         except Stopped:
             raise Stopped(_STOPPED) from None
         if context.stopping.requested:
@@ -203,8 +203,8 @@ def examine(checks: Sequence[Check], context: CheckContext) -> MachineReport:
     )
 
 
-def _outcome(check: Check, context: CheckContext, broken: set[str], is_late: bool) -> Outcome:
-    if (reason := _reason_to_skip(check, context.machine, broken, is_late)) is not None:
+def _run_check(check: Check, context: CheckContext, broken: set[str], is_late: bool) -> Outcome:
+    if (reason := _explain_skip(check, context.machine, broken, is_late)) is not None:
         return Outcome(check.name, check.title, skipped=reason)
     started, shown = time.monotonic(), is_terminal(sys.stderr)
     if shown:
@@ -218,16 +218,16 @@ def _outcome(check: Check, context: CheckContext, broken: set[str], is_late: boo
     except Stopped:
         raise
     except TrainwrightError as error:
-        result = CheckResult((), (_refused(error),))
+        result = CheckResult((), (_describe_refusal(error),))
     except Exception as error:  # a machine may be broken in ways that no check expects
-        result = CheckResult((), (_raised(check, error),))
+        result = CheckResult((), (_describe_error(check, error),))
     finally:
         if shown:
             draw("", sys.stderr)
     return Outcome(check.name, check.title, time.monotonic() - started, result.facts, result.findings)
 
 
-def _reason_to_skip(check: Check, machine: Machine, broken: set[str], is_late: bool) -> str | None:
+def _explain_skip(check: Check, machine: Machine, broken: set[str], is_late: bool) -> str | None:
     if check.needs_gpu and not machine.gpus:
         return "this machine has no GPU that can be used"
     if needed := [name for name in check.after if name in broken]:
@@ -237,7 +237,7 @@ def _reason_to_skip(check: Check, machine: Machine, broken: set[str], is_late: b
     return None
 
 
-def _refused(error: TrainwrightError) -> Finding:
+def _describe_refusal(error: TrainwrightError) -> Finding:
     return Finding(
         Severity.BROKEN,
         str(error),
@@ -246,7 +246,7 @@ def _refused(error: TrainwrightError) -> Finding:
     )
 
 
-def _raised(check: Check, error: Exception) -> Finding:
+def _describe_error(check: Check, error: Exception) -> Finding:
     return Finding(
         Severity.WARNING,
         f"the check itself failed: {type(error).__name__}: {error}",
@@ -275,13 +275,13 @@ CHECKS: tuple[Check, ...] = (
     Check("kernels", "kernels against fp32 on the CPU", "kernels:check", _TORCH),
     Check("offload", "pinned memory", "gpus:check_offload", _TORCH, needs_gpu=True),
     Check("links", "link between two processes", "two_processes:check_links", _START),
-    Check("out-of-memory", "out of memory on one rank", "two_processes:out_of_memory", _TOGETHER),
-    Check("killed-rank", "a rank is killed", "two_processes:killed_rank", _TOGETHER),
+    Check("out-of-memory", "out of memory on one rank", "two_processes:check_out_of_memory", _TOGETHER),
+    Check("killed-rank", "a rank is killed", "two_processes:check_killed_rank", _TOGETHER),
     Check("strategies", "two ranks of every strategy", "two_processes:check_strategies", _TOGETHER),
 )
 
 
-def checks_named(names: tuple[str, ...]) -> tuple[Check, ...]:
+def select_checks(names: tuple[str, ...]) -> tuple[Check, ...]:
     """Return the checks with these names in the order of the table; all without any name.
 
     Raises:
@@ -337,7 +337,7 @@ class MachineReport:
             "version": self.version,
             "seconds": round(self.seconds, 1),
             "is_broken": self.is_broken,
-            "checks": [_values(outcome) for outcome in self.outcomes],
+            "checks": [_convert_outcome(outcome) for outcome in self.outcomes],
         }
 
     def __str__(self) -> str:
@@ -349,32 +349,32 @@ class MachineReport:
         yield ""
         width = max((len(outcome.name) for outcome in self.outcomes), default=0)
         for outcome in self.outcomes:
-            yield from _outcome_lines(outcome, width)
+            yield from _format_outcome(outcome, width)
         for severity in Severity:
             for outcome in self.outcomes:
                 for finding in outcome.findings:
                     if finding.severity is severity:
-                        yield from _finding_lines(finding, outcome.name)
+                        yield from _format_finding(finding, outcome.name)
         yield ""
-        yield self._verdict()
+        yield self._build_verdict()
 
-    def _verdict(self) -> str:
+    def _build_verdict(self) -> str:
         counts = {severity: sum(f.severity is severity for f in self.findings) for severity in Severity}
         ran = sum(outcome.skipped is None for outcome in self.outcomes)
         skipped = len(self.outcomes) - ran
-        verdict = f"{plural(ran, 'check')} in {span(self.seconds)}"
+        verdict = f"{format_plural(ran, 'check')} in {format_seconds(self.seconds)}"
         verdict += f", {skipped} skipped" if skipped else ""
         if not self.findings:
             return f"nothing found: {verdict}"
         parts = [
             f"{counts[Severity.BROKEN]} broken" if counts[Severity.BROKEN] else "",
-            plural(counts[Severity.WARNING], "warning") if counts[Severity.WARNING] else "",
-            plural(counts[Severity.NOTE], "note") if counts[Severity.NOTE] else "",
+            format_plural(counts[Severity.WARNING], "warning") if counts[Severity.WARNING] else "",
+            format_plural(counts[Severity.NOTE], "note") if counts[Severity.NOTE] else "",
         ]
         return f"{', '.join(filter(None, parts))}: {verdict}"
 
 
-def _outcome_lines(outcome: Outcome, width: int) -> Iterator[str]:
+def _format_outcome(outcome: Outcome, width: int) -> Iterator[str]:
     name = f"{outcome.name:<{width}}"
     if outcome.skipped is not None:
         yield f"{name}  skipped: {outcome.skipped}"
@@ -386,14 +386,14 @@ def _outcome_lines(outcome: Outcome, width: int) -> Iterator[str]:
         yield f"{'':<{width}}  {'':<7}  {fact}"
 
 
-def _finding_lines(finding: Finding, name: str) -> Iterator[str]:
+def _format_finding(finding: Finding, name: str) -> Iterator[str]:
     yield ""
     yield f"{finding.severity.value}: {finding.what} [{name}]"
     yield f"  why:  {finding.why}"
     yield f"  do:   {finding.fix}"
 
 
-def _values(outcome: Outcome) -> dict[str, Any]:
+def _convert_outcome(outcome: Outcome) -> dict[str, Any]:
     return {
         "name": outcome.name,
         "title": outcome.title,

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckResult, Finding, Severity
-from trainwright.machine.cgroups import read
+from trainwright.machine.cgroups import read_text
 from trainwright.machine.measured.contention import CpuContention
-from trainwright.utils.text import plural
+from trainwright.utils.text import format_plural
 
 _SECONDS = 0.1  # of computing on a core, each time
 _ROUNDS = 3  # the best one counts
@@ -28,25 +28,25 @@ def check(context: CheckContext) -> CheckResult:
     """Compute for a moment on every core, alone."""
     if not hasattr(os, "sched_setaffinity"):
         raise CannotCheck("this system does not bind processes to cores")
-    cores = _chosen(sorted(os.sched_getaffinity(0)))
-    heat, before = _heat(cores), CpuContention.now()
+    cores = _select_cores(sorted(os.sched_getaffinity(0)))
+    heat, before = _read_heat_counts(cores), CpuContention.now()
     started, used = time.perf_counter(), time.thread_time()
-    rates = _rates(cores)
+    rates = _measure_rates(cores)
     ran = (time.thread_time() - used) / (time.perf_counter() - started)
     shares = CpuContention.now().since(before)
     if "waited" in shares:  # the uncounted rest: the process was stopped
         shares["stopped"] = max(0.0, 1 - ran / max(1 - shares["waited"], 1e-6))
-    hotter = {core: count - heat.get(core, 0) for core, count in _heat(cores).items()}
-    findings = (*_slow(rates), *_shares(shares), *_hot(hotter), *_capped(cores))
-    return CheckResult(tuple(_facts(rates, shares)), findings)
+    hotter = {core: count - heat.get(core, 0) for core, count in _read_heat_counts(cores).items()}
+    findings = (*_check_slow(rates), *_check_shares(shares), *_check_heat(hotter), *_check_capped(cores))
+    return CheckResult(tuple(_describe_rates(rates, shares)), findings)
 
 
-def _chosen(cores: list[int]) -> list[int]:
+def _select_cores(cores: list[int]) -> list[int]:
     step = max(1, -(-len(cores) // _MOST_CORES))
     return cores[::step]
 
 
-def _rates(cores: list[int]) -> dict[int, float]:
+def _measure_rates(cores: list[int]) -> dict[int, float]:
     """Return hashed bytes per second of computing time on each core; time of other programs does not count."""
     allowed = os.sched_getaffinity(0)
     rates: dict[int, float] = {}
@@ -54,13 +54,13 @@ def _rates(cores: list[int]) -> dict[int, float]:
         for _ in range(_ROUNDS):
             for core in cores:
                 os.sched_setaffinity(0, {core})
-                rates[core] = max(rates.get(core, 0.0), _rate())
+                rates[core] = max(rates.get(core, 0.0), _measure_rate())
     finally:
         os.sched_setaffinity(0, allowed)
     return rates
 
 
-def _rate() -> float:
+def _measure_rate() -> float:
     count, end = 0, time.perf_counter() + _SECONDS
     started = time.thread_time()
     while time.perf_counter() < end:
@@ -69,7 +69,7 @@ def _rate() -> float:
     return count / max(time.thread_time() - started, 1e-6)
 
 
-def _slow(rates: Mapping[int, float]) -> Iterator[Finding]:
+def _check_slow(rates: Mapping[int, float]) -> Iterator[Finding]:
     middle = statistics.median(rates.values())
     slow = {core: rate / middle for core, rate in rates.items() if rate < _SLOW * middle}
     if slow:
@@ -83,7 +83,7 @@ def _slow(rates: Mapping[int, float]) -> Iterator[Finding]:
         )
 
 
-def _shares(shares: Mapping[str, float]) -> Iterator[Finding]:
+def _check_shares(shares: Mapping[str, float]) -> Iterator[Finding]:
     if shares.get("throttled", 0.0) > _THROTTLED:
         yield Finding(
             Severity.WARNING,
@@ -118,7 +118,7 @@ def _shares(shares: Mapping[str, float]) -> Iterator[Finding]:
         )
 
 
-def _hot(hotter: Mapping[int, int]) -> Iterator[Finding]:
+def _check_heat(hotter: Mapping[int, int]) -> Iterator[Finding]:
     hot = [core for core, count in hotter.items() if count > 0]
     if hot:
         yield Finding(
@@ -129,39 +129,40 @@ def _hot(hotter: Mapping[int, int]) -> Iterator[Finding]:
         )
 
 
-def _capped(cores: list[int], root: Path = _SYSTEM) -> Iterator[Finding]:
+def _check_capped(cores: list[int], root: Path = _SYSTEM) -> Iterator[Finding]:
     capped = {}
     for core in cores:
         clock = root / f"cpu{core}" / "cpufreq"
-        highest, allowed = read(clock / "cpuinfo_max_freq").strip(), read(clock / "scaling_max_freq").strip()
+        highest, allowed = read_text(clock / "cpuinfo_max_freq").strip(), read_text(clock / "scaling_max_freq").strip()
         if highest.isdigit() and allowed.isdigit() and int(allowed) < _CAPPED * int(highest):
             capped[core] = int(allowed) / int(highest)
     if capped:
         lowest = min(capped, key=lambda core: capped[core])
         yield Finding(
             Severity.WARNING,
-            f"the clock of {plural(len(capped), 'core')} is limited, of core {lowest} to {capped[lowest]:.0%}",
+            f"the clock of {format_plural(len(capped), 'core')} is limited, of core {lowest} to {capped[lowest]:.0%}",
             "the processor never reaches its full speed",
             "cpupower frequency-set --max with the maximum clock of `cpupower frequency-info` (as root), or the power "
             "profile of the machine",
         )
 
 
-def _heat(cores: list[int], root: Path = _SYSTEM) -> dict[int, int]:
+def _read_heat_counts(cores: list[int], root: Path = _SYSTEM) -> dict[int, int]:
     """Return how often each core was throttled by heat since the machine started, where the kernel counts it."""
     counts = {}
     for core in cores:
-        count = read(root / f"cpu{core}" / "thermal_throttle" / "core_throttle_count").strip()
+        count = read_text(root / f"cpu{core}" / "thermal_throttle" / "core_throttle_count").strip()
         if count.isdigit():
             counts[core] = int(count)
     return counts
 
 
-def _facts(rates: Mapping[int, float], shares: Mapping[str, float]) -> Iterator[str]:
+def _describe_rates(rates: Mapping[int, float], shares: Mapping[str, float]) -> Iterator[str]:
     slowest = min(rates, key=lambda core: rates[core])
     middle = statistics.median(rates.values())
     yield (
-        f"{plural(len(rates), 'core')} measured, {middle / 1e9:.2f} GB/s of SHA-256 each; the slowest: core {slowest} "
+        f"{format_plural(len(rates), 'core')} measured, {middle / 1e9:.2f} GB/s of SHA-256 each; the slowest: core "
+        f"{slowest} "
         f"with {rates[slowest] / middle:.0%}"
     )
     descriptions = {

@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 
 from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
-from trainwright.machine.cgroups import read
-from trainwright.machine.links import pcie
-from trainwright.utils.text import size, span
+from trainwright.machine.cgroups import read_text
+from trainwright.machine.links import build_pcie_link
+from trainwright.utils.text import format_bytes, format_seconds
 
 _SECONDS = 0.8  # of writing, and of reading
 _CHUNK, _MOST = 2**20, 2**26  # bytes
@@ -41,23 +41,24 @@ def check(context: CheckContext) -> CheckResult:
     """Write and read a temporary file in every directory, past the page cache where the file system can."""
     facts: list[str] = []
     findings: list[Finding] = []
-    for device, (directory, directories) in _by_file_system(context.directories).items():
+    for device, (directory, directories) in _group_by_file_system(context.directories).items():
         shown = " and ".join(map(str, directories))
         try:
-            speed = measure(directory)
+            speed = measure_speed(directory)
         except OSError as error:
-            findings.append(_not_written(shown, error))
+            findings.append(_describe_failed_write(shown, error))
             continue
         read_back = "" if speed.read is None else f", read {speed.read / 1e6:,.0f} MB/s"
-        free = _free(directory)
+        free = _measure_free_space(directory)
         facts.append(
-            f"{shown}: write {speed.write / 1e6:,.0f} MB/s{read_back}, {size(free)} free; {_device(device, directory)}"
+            f"{shown}: write {speed.write / 1e6:,.0f} MB/s{read_back}, {format_bytes(free)} free; "
+            f"{_describe_device(device, directory)}"
         )
-        findings += [*_slow(shown, speed), *_full(shown, free)]
+        findings += [*_check_speed(shown, speed), *_check_space(shown, free)]
     return CheckResult(tuple(facts), tuple(findings))
 
 
-def measure(directory: Path) -> Speed:
+def measure_speed(directory: Path) -> Speed:
     """Return the speed of sequential writes, flushed to the disk, and of reads.
 
     Raises:
@@ -66,7 +67,7 @@ def measure(directory: Path) -> Speed:
     file = directory / f".trainwright-doctor-{secrets.token_hex(6)}"
     chunk = mmap.mmap(-1, _CHUNK)  # aligned to a page, as direct I/O requires
     chunk.write(secrets.token_bytes(_CHUNK))
-    descriptor = _opened(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    descriptor = _open_direct(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         try:
             written, started = 0, time.perf_counter()
@@ -99,7 +100,7 @@ def _read_rate(file: Path, chunk: mmap.mmap) -> float | None:
         os.close(descriptor)
 
 
-def _opened(file: Path, flags: int) -> int:
+def _open_direct(file: Path, flags: int) -> int:
     """Open for direct I/O, or for buffered I/O on file systems without it (tmpfs, some network file systems)."""
     try:
         return os.open(file, flags | _DIRECT, 0o600)
@@ -110,7 +111,7 @@ def _opened(file: Path, flags: int) -> int:
     return os.open(file, flags, 0o600)
 
 
-def _by_file_system(directories: tuple[Path, ...]) -> dict[int, tuple[Path, list[Path]]]:
+def _group_by_file_system(directories: tuple[Path, ...]) -> dict[int, tuple[Path, list[Path]]]:
     """Return for each file system, by its device, a directory that exists and the directories that are asked for."""
     by_device: dict[int, tuple[Path, list[Path]]] = {}
     for directory in dict.fromkeys(directories):
@@ -119,7 +120,7 @@ def _by_file_system(directories: tuple[Path, ...]) -> dict[int, tuple[Path, list
     return by_device
 
 
-def _not_written(shown: str, error: OSError) -> Finding:
+def _describe_failed_write(shown: str, error: OSError) -> Finding:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         fix = "remove old checkpoints and caches, or set logging.run_directory and TRAINWRIGHT_CACHE to another disk"
     else:
@@ -128,7 +129,7 @@ def _not_written(shown: str, error: OSError) -> Finding:
     return Finding(Severity.BROKEN, what, "checkpoints, caches and temporary files are written there", fix)
 
 
-def _slow(shown: str, speed: Speed) -> Iterator[Finding]:
+def _check_speed(shown: str, speed: Speed) -> Iterator[Finding]:
     slowest = min(rate for rate in (speed.write, speed.read) if rate is not None)
     if slowest < _SLOW:
         which = "written" if slowest == speed.write else "read"
@@ -136,54 +137,54 @@ def _slow(shown: str, speed: Speed) -> Iterator[Finding]:
             Severity.WARNING,
             f"slow disk: {shown}: {slowest / 1e6:,.1f} MB/s are {which}, less than a single hard disk "
             f"({_SLOW / 1e6:.0f} MB/s)",
-            f"a checkpoint of a billion parameters with AdamW takes {span(_CHECKPOINT / slowest)}",
+            f"a checkpoint of a billion parameters with AdamW takes {format_seconds(_CHECKPOINT / slowest)}",
             "set logging.run_directory, TRAINWRIGHT_CACHE and TMPDIR to a local disk; on a virtual machine check the "
             "limits of the volume (its throughput, its burst credit, io.max of the control group)",
         )
 
 
-def _full(shown: str, free: int) -> Iterator[Finding]:
+def _check_space(shown: str, free: int) -> Iterator[Finding]:
     if free < _LEAST_FREE:
         yield Finding(
             Severity.WARNING,
-            f"{shown}: only {size(free)} are free",
-            f"a checkpoint of a billion parameters with AdamW has {size(_CHECKPOINT)}",
+            f"{shown}: only {format_bytes(free)} are free",
+            f"a checkpoint of a billion parameters with AdamW has {format_bytes(_CHECKPOINT)}",
             "remove old checkpoints and caches; checkpoint.keep_last limits how many are kept",
         )
 
 
-def _free(directory: Path) -> int:
+def _measure_free_space(directory: Path) -> int:
     status = os.statvfs(directory)
     return status.f_bavail * status.f_frsize
 
 
-def _device(device: int, directory: Path) -> str:
+def _describe_device(device: int, directory: Path) -> str:
     """Return the kind of the disk, with the rate of its link if it is an NVMe disk."""
     block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
-    kind = _file_system(directory)
+    kind = _find_file_system(directory)
     if not block.exists():
         return kind
     path = block.resolve()
     disk = path if (path / "queue").is_dir() else path.parent  # a partition is below its disk
     name = f"{kind} on {disk.name}"
     if disk.name.startswith("nvme"):
-        rate = _link_rate(disk / "device" / "device")
+        rate = _read_link_rate(disk / "device" / "device")
         return f"{name}, NVMe" + ("" if rate is None else f", its link has {rate / 1e6:,.0f} MB/s")
     if disk.name.startswith(("vd", "xvd", "loop", "dm-", "md", "zram")):
         return name  # what is behind it is unknown
-    return f"{name}, {'a hard disk' if read(disk / 'queue' / 'rotational').strip() == '1' else 'an SSD'}"
+    return f"{name}, {'a hard disk' if read_text(disk / 'queue' / 'rotational').strip() == '1' else 'an SSD'}"
 
 
-def _file_system(directory: Path) -> str:
+def _find_file_system(directory: Path) -> str:
     mounts = [m for m in psutil.disk_partitions(all=True) if directory.is_relative_to(m.mountpoint)]
     return max(mounts, key=lambda mount: len(mount.mountpoint)).fstype if mounts else "unknown file system"
 
 
-def _link_rate(device: Path) -> float | None:
+def _read_link_rate(device: Path) -> float | None:
     """Return bytes per second of the PCIe link of a device."""
-    speed, lanes = read(device / "current_link_speed"), read(device / "current_link_width").strip()
+    speed, lanes = read_text(device / "current_link_speed"), read_text(device / "current_link_width").strip()
     match = re.match(r"[\d.]+", speed)
     generation = _GENERATIONS.get(match[0]) if match else None
     if generation is None or not lanes.isdigit():
         return None
-    return pcie(generation, int(lanes)).bandwidth
+    return build_pcie_link(generation, int(lanes)).bandwidth

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckResult, Finding, Severity, answer_of
-from trainwright.machine.counters import HARDWARE, HARDWARE_HEAT, HEAT, POWER_BRAKE, REASONS, clock_reasons
+from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckResult, Finding, Severity, read_answer
+from trainwright.machine.counters import HARDWARE, HARDWARE_HEAT, HEAT, POWER_BRAKE, REASONS, read_clock_reasons
 from trainwright.machine.links import Link
-from trainwright.utils.text import size
+from trainwright.utils.text import format_bytes
 
 _SECONDS = 10.0
 _MOST_NVLINKS = 18
@@ -70,14 +70,14 @@ def check(context: CheckContext) -> CheckResult:
             except pynvml.NVMLError as error:
                 findings.append(Finding(Severity.BROKEN, f"GPU {index}: {error}", "no program can use it", _RESET))
                 continue
-            facts.append(_described(gpu))
-            for look in (_memory_errors, _clocks, _links, _slot, _others):
+            facts.append(_describe_gpu(gpu))
+            for look in (_check_memory_errors, _check_clocks, _check_links, _check_slot, _check_other_programs):
                 findings += look(gpu)
             if gpu.denied:
                 facts.append(f"{gpu.name}: not checked, requires root: {', '.join(gpu.denied)}")
     finally:
         pynvml.nvmlShutdown()
-    findings += _of_kernel_log(facts)
+    findings += _check_kernel_log(facts)
     return CheckResult(tuple(facts), tuple(findings))
 
 
@@ -107,7 +107,7 @@ class _Gpu:
         return None
 
 
-def _described(gpu: _Gpu) -> str:
+def _describe_gpu(gpu: _Gpu) -> str:
     import pynvml
 
     heat = gpu.ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU)
@@ -121,7 +121,7 @@ def _described(gpu: _Gpu) -> str:
     return ", ".join(parts)
 
 
-def _memory_errors(gpu: _Gpu) -> Iterator[Finding]:
+def _check_memory_errors(gpu: _Gpu) -> Iterator[Finding]:
     import pynvml
 
     def errors(counter: int) -> int | None:
@@ -158,10 +158,10 @@ def _memory_errors(gpu: _Gpu) -> Iterator[Finding]:
         yield Finding(Severity.WARNING, f"{gpu.name}: pages of its memory have to be retired", why, _RESET)
 
 
-def _clocks(gpu: _Gpu) -> Iterator[Finding]:
+def _check_clocks(gpu: _Gpu) -> Iterator[Finding]:
     import pynvml
 
-    bits = gpu.ask(functools.partial(clock_reasons, pynvml), what="throttling") or 0
+    bits = gpu.ask(functools.partial(read_clock_reasons, pynvml), what="throttling") or 0
     for bit, fix in _FIXES.items():
         if bits & bit:
             throttled = f"{gpu.name}: throttled by {REASONS[bit]}"
@@ -172,7 +172,7 @@ def _clocks(gpu: _Gpu) -> Iterator[Finding]:
         yield Finding(Severity.WARNING, f"{gpu.name}: {heat} °C", why, "check the cooling of the machine")
 
 
-def _links(gpu: _Gpu) -> Iterator[Finding]:
+def _check_links(gpu: _Gpu) -> Iterator[Finding]:
     import pynvml
 
     kinds = {
@@ -207,7 +207,7 @@ def _links(gpu: _Gpu) -> Iterator[Finding]:
             )
 
 
-def _slot(gpu: _Gpu) -> Iterator[Finding]:
+def _check_slot(gpu: _Gpu) -> Iterator[Finding]:
     import pynvml
 
     lanes, available = (
@@ -222,11 +222,11 @@ def _slot(gpu: _Gpu) -> Iterator[Finding]:
         )
 
 
-def _others(gpu: _Gpu) -> Iterator[Finding]:
+def _check_other_programs(gpu: _Gpu) -> Iterator[Finding]:
     import pynvml
 
     for process in gpu.ask(pynvml.nvmlDeviceGetComputeRunningProcesses, what="other programs") or ():
-        used = size(process.usedGpuMemory) if process.usedGpuMemory else "some memory"
+        used = format_bytes(process.usedGpuMemory) if process.usedGpuMemory else "some memory"
         yield Finding(
             Severity.WARNING,
             f"{gpu.name}: process {process.pid} uses {used}",
@@ -235,7 +235,7 @@ def _others(gpu: _Gpu) -> Iterator[Finding]:
         )
 
 
-def _of_kernel_log(facts: list[str]) -> Iterator[Finding]:
+def _check_kernel_log(facts: list[str]) -> Iterator[Finding]:
     """Yield the driver's error messages (Xid), which only root may read on most systems."""
     try:
         ended = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=_SECONDS)
@@ -245,10 +245,10 @@ def _of_kernel_log(facts: list[str]) -> Iterator[Finding]:
     if ended.returncode:
         facts.append("Xid errors not checked: only root may read the kernel's log (sudo dmesg | grep Xid)")
         return
-    yield from _xids(ended.stdout)
+    yield from _check_xids(ended.stdout)
 
 
-def _xids(log: str) -> Iterator[Finding]:
+def _check_xids(log: str) -> Iterator[Finding]:
     counts: dict[tuple[str, int], int] = {}
     for match in _XID.finditer(log):
         key = match[1], int(match[2])
@@ -272,11 +272,11 @@ _LOW = 0.5  # of the slot's rate; protocols take a fifth of it
 
 def check_offload(context: CheckContext) -> CheckResult:
     """Copy to the first GPU and back in a separate process."""
-    values = answer_of(functools.partial(_measure, context.machine.device), "pinned memory", context)
-    return judged(values, context.machine.gpus[0].host_link)
+    values = read_answer(functools.partial(_measure, context.machine.device), "pinned memory", context)
+    return judge_transfers(values, context.machine.gpus[0].host_link)
 
 
-def judged(values: Mapping[str, float], link: Link | None) -> CheckResult:
+def judge_transfers(values: Mapping[str, float], link: Link | None) -> CheckResult:
     """Compare measured bytes per second with those of the slot."""
     datasheet = "" if link is None else f" ({link.describe()} by its datasheet)"
     facts = (f"to the GPU {values['to'] / 1e9:.1f} GB/s, from it {values['from'] / 1e9:.1f} GB/s{datasheet}",)
@@ -303,12 +303,12 @@ def judged(values: Mapping[str, float], link: Link | None) -> CheckResult:
 def _measure(device_type: str, answer: Path) -> None:
     import torch
 
-    from trainwright.doctor.calibrate_cases import host_copy
+    from trainwright.doctor.calibrate_cases import prepare_host_copy
 
     device = torch.device(device_type, 0)
-    figures: dict[str, float] = {"wrong": _wrong_copies(device)}
+    figures: dict[str, float] = {"wrong": _count_wrong_copies(device)}
     for direction in ("to", "from"):
-        run = host_copy(direction, _BYTES, device)
+        run = prepare_host_copy(direction, _BYTES, device)
         run()
         begin, end = torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)
         begin.record()
@@ -320,7 +320,7 @@ def _measure(device_type: str, answer: Path) -> None:
     answer.write_text(json.dumps(figures), encoding="utf-8")
 
 
-def _wrong_copies(device: object) -> int:
+def _count_wrong_copies(device: object) -> int:
     """Return how many of several copies, to the GPU and back while it computes, differ from what was sent."""
     import torch
 

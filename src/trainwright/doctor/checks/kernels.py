@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity, answer_of
-from trainwright.machine.catalog import FLOAT8, possible_float8
-from trainwright.machine.describe import cluster_of
+from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity, read_answer
+from trainwright.machine.catalog import FLOAT8, list_possible_float8
+from trainwright.machine.describe import build_cluster
 from trainwright.machine.machine import Machine
-from trainwright.machine.processor import why_no_triton
-from trainwright.models.fused.choice import why_not_fused
+from trainwright.machine.processor import explain_no_triton
+from trainwright.models.fused.choice import explain_not_fused
 
 if TYPE_CHECKING:
     Formula = Callable[..., torch.Tensor]
@@ -33,12 +33,12 @@ def check(context: CheckContext) -> CheckResult:
     work = functools.partial(
         _compare_all,
         context.machine.device,
-        precisions(context.machine),
+        list_precisions(context.machine),
         has_fused(context.machine),
-        float8_of(context.machine),
+        list_float8_scales(context.machine),
     )
-    values = answer_of(work, "kernels", context)
-    findings = [finding for row in values["rows"] if (finding := _judged(row, values["device"])) is not None]
+    values = read_answer(work, "kernels", context)
+    findings = [finding for row in values["rows"] if (finding := _judge_kernel(row, values["device"])) is not None]
     worst = dict.fromkeys(TOLERANCES, 0.0)
     for row in values["rows"]:
         if row["error"] is None:
@@ -50,7 +50,7 @@ def check(context: CheckContext) -> CheckResult:
     )
 
 
-def precisions(machine: Machine) -> tuple[str, ...]:
+def list_precisions(machine: Machine) -> tuple[str, ...]:
     """Return the precisions that training may use on a machine."""
     if not machine.gpus:
         return ("fp32", "bf16")
@@ -61,16 +61,16 @@ def has_fused(machine: Machine) -> bool:
     """Return whether a machine's GPUs can have the kernels of ``model.kernels: triton``."""
     if not machine.gpus:
         return False
-    card = cluster_of(machine, 1).card
-    return why_not_fused(card.vendor, card.capability, why_no_triton()) is None
+    card = build_cluster(machine, 1).card
+    return explain_not_fused(card.vendor, card.capability, explain_no_triton()) is None
 
 
-def float8_of(machine: Machine) -> tuple[str, ...]:
+def list_float8_scales(machine: Machine) -> tuple[str, ...]:
     """Return the values of ``train.float8`` that a machine can have: a CPU has all."""
-    return possible_float8(cluster_of(machine, 1).card) if machine.gpus else FLOAT8
+    return list_possible_float8(build_cluster(machine, 1).card) if machine.gpus else FLOAT8
 
 
-def _judged(row: dict[str, object], device: str) -> Finding | None:
+def _judge_kernel(row: dict[str, object], device: str) -> Finding | None:
     precision, name = str(row["precision"]), str(row["name"])
     if row["error"] is not None:
         what = f"the kernel of {name} fails in {precision} on {device}: {row['error']}"
@@ -99,7 +99,7 @@ class ComparedKernel:
     precision: str | None = None
 
 
-def kernels(device: torch.device) -> Iterator[ComparedKernel]:
+def iterate_kernels(device: torch.device) -> Iterator[ComparedKernel]:
     """Yield the kernels that a training step uses."""
     import torch.nn.functional as F
 
@@ -108,7 +108,7 @@ def kernels(device: torch.device) -> Iterator[ComparedKernel]:
     hidden, weight = torch.randn(_TOKENS, _HIDDEN), torch.randn(_VOCABULARY, _HIDDEN) / _HIDDEN**0.5
     targets = torch.randint(0, _VOCABULARY, (_TOKENS,))
     yield ComparedKernel("matrix products", (hidden, weight), F.linear, lambda x, w: (x[:, None] * w).sum(-1))
-    yield ComparedKernel("RMS norms", (hidden, torch.rand(_HIDDEN)), _norm, _plain_norm)
+    yield ComparedKernel("RMS norms", (hidden, torch.rand(_HIDDEN)), _compute_norm, _compute_plain_norm)
     yield ComparedKernel(
         "SiLU gates", (hidden, hidden.flip(0)), lambda x, y: F.silu(x) * y, lambda x, y: x / (1 + (-x).exp()) * y
     )
@@ -116,7 +116,10 @@ def kernels(device: torch.device) -> Iterator[ComparedKernel]:
         tokens = sum(lengths)
         shapes = [(1, heads, tokens, _CHANNELS) for heads in (_HEADS, _KEY_HEADS, _KEY_HEADS)]
         parts = tuple(torch.randn(shape) for shape in shapes)
-        attend, plain = functools.partial(_attention, lengths, device), functools.partial(_plain_attention, lengths)
+        attend, plain = (
+            functools.partial(_compute_attention, lengths, device),
+            functools.partial(_compute_plain_attention, lengths),
+        )
         yield ComparedKernel(
             f"attention in sequences of {' and '.join(map(str, lengths))} tokens", parts, attend, plain
         )
@@ -128,7 +131,7 @@ def kernels(device: torch.device) -> Iterator[ComparedKernel]:
     )
 
 
-def fused_kernels() -> Iterator[ComparedKernel]:
+def iterate_fused_kernels() -> Iterator[ComparedKernel]:
     """Yield the kernels of ``model.kernels: triton``."""
     import torch.nn.functional as F
 
@@ -142,13 +145,16 @@ def fused_kernels() -> Iterator[ComparedKernel]:
     name = "model.kernels: triton, {}".format
     hidden, other, scale = torch.randn(_TOKENS, _HIDDEN), torch.randn(_TOKENS, _HIDDEN), torch.rand(_HIDDEN)
     yield ComparedKernel(
-        name("RMS norms"), (hidden, scale), lambda x, w: operators.rms_norm(x, w, 1e-5, False, False)[0], _plain_norm
+        name("RMS norms"),
+        (hidden, scale),
+        lambda x, w: operators.rms_norm(x, w, 1e-5, False, False)[0],
+        _compute_plain_norm,
     )
     yield ComparedKernel(
         name("norms of sums"),
         (hidden, other, scale),
         lambda x, y, w: torch.cat(operators.add_rms_norm(x, y, w, 1e-5, False, False)[:2]),
-        lambda x, y, w: torch.cat([x + y, _plain_norm(x + y, w)]),
+        lambda x, y, w: torch.cat([x + y, _compute_plain_norm(x + y, w)]),
     )
     yield ComparedKernel(
         name("SiLU gates"), (hidden, other), lambda x, y: operators.gated(x, y, True), lambda x, y: F.silu(x) * y
@@ -172,13 +178,13 @@ def fused_kernels() -> Iterator[ComparedKernel]:
     )
 
 
-def float8_products(scales: Sequence[str] = FLOAT8) -> Iterator[ComparedKernel]:
+def iterate_float8_products(scales: Sequence[str] = FLOAT8) -> Iterator[ComparedKernel]:
     """Yield the products of values of ``train.float8``, whose formula is what a CPU computes."""
-    from trainwright.models.float8 import product
+    from trainwright.models.float8 import multiply_float8
 
     inputs = torch.randn(_TOKENS, _HIDDEN), torch.randn(4 * _HIDDEN, _HIDDEN) / _HIDDEN**0.5
     for name in scales:
-        run = functools.partial(product, scales=name)
+        run = functools.partial(multiply_float8, scales=name)
         yield ComparedKernel(
             f"train.float8: {name}",
             inputs,
@@ -194,30 +200,32 @@ def _compare_all(device_type: str, names: tuple[str, ...], fused: bool, float8: 
     torch.manual_seed(0)
     device = torch.device(device_type)
     rows = []
-    optional = (*(fused_kernels() if fused else ()), *float8_products(float8))
-    for kernel in (*kernels(device), *optional):
+    optional = (*(iterate_fused_kernels() if fused else ()), *iterate_float8_products(float8))
+    for kernel in (*iterate_kernels(device), *optional):
         for name in names if kernel.precision is None else (kernel.precision,):
             error, difference = None, None
             try:
-                difference = compare(kernel, device, DTYPES[name])
+                difference = compare_kernel(kernel, device, DTYPES[name])
             except RuntimeError as raised:
                 error = " ".join(str(raised).split())[:300]
             rows.append({"name": kernel.name, "precision": name, "error": error, "difference": difference})
-    rows.append({"name": "AdamW", "precision": "fp32", "error": None, "difference": _optimizer_difference(device)})
+    rows.append(
+        {"name": "AdamW", "precision": "fp32", "error": None, "difference": _measure_optimizer_difference(device)}
+    )
     device_name = "the CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
     answer.write_text(json.dumps({"device": device_name, "rows": rows}), encoding="utf-8")
 
 
-def compare(kernel: ComparedKernel, device: torch.device, dtype: torch.dtype) -> float:
+def compare_kernel(kernel: ComparedKernel, device: torch.device, dtype: torch.dtype) -> float:
     """Return the largest relative difference of the result and the gradients."""
     rounded = [each.to(dtype) for each in kernel.inputs]
-    actual = _with_gradients(kernel.run, [each.to(device) for each in rounded])
-    expected = _with_gradients(kernel.plain, [each.float() for each in rounded])
+    actual = _compute_with_gradients(kernel.run, [each.to(device) for each in rounded])
+    expected = _compute_with_gradients(kernel.plain, [each.float() for each in rounded])
     differences = [(a.float().cpu() - b).norm() / b.norm() for a, b in zip(actual, expected, strict=True)]
     return float(torch.stack(differences).max())
 
 
-def _with_gradients(function: Formula, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _compute_with_gradients(function: Formula, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     leaves = [each.detach().requires_grad_() for each in inputs]
     output = function(*leaves)
     # The same upstream gradient for both, in a form that both precisions have exactly.
@@ -229,17 +237,17 @@ def _with_gradients(function: Formula, inputs: list[torch.Tensor]) -> list[torch
     return [output.detach(), *gradients]
 
 
-def _norm(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _compute_norm(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     import torch.nn.functional as F
 
     return F.rms_norm(hidden, weight.shape, weight, 1e-5)
 
 
-def _plain_norm(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _compute_plain_norm(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return hidden / (hidden.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
 
-def _attention(
+def _compute_attention(
     lengths: tuple[int, ...], device: torch.device, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
     import itertools
@@ -253,7 +261,7 @@ def _attention(
     return output
 
 
-def _plain_attention(
+def _compute_plain_attention(
     lengths: tuple[int, ...], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
     """Return softmax(QK^T / sqrt(D)) V over the earlier tokens of each sequence, [1, T, H, D]."""
@@ -265,7 +273,7 @@ def _plain_attention(
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
 
-def _optimizer_difference(device: torch.device) -> float:
+def _measure_optimizer_difference(device: torch.device) -> float:
     """Return the relative difference of fused AdamW's update to its formula, after three steps."""
     rate, decay, betas, eps = 1e-2, 0.1, (0.9, 0.95), 1e-8
     start, gradients = torch.randn(4096), torch.randn(3, 4096)

@@ -12,10 +12,10 @@ import psutil
 
 from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckResult, Finding, Severity
 from trainwright.machine import cgroups
-from trainwright.machine.cgroups import read
-from trainwright.machine.measured.contention import usable_cores
-from trainwright.run.process import needed_files, shortage
-from trainwright.utils.text import plural, size
+from trainwright.machine.cgroups import read_text
+from trainwright.machine.measured.contention import count_usable_cores
+from trainwright.run.process import check_process_limits, count_needed_files
+from trainwright.utils.text import format_bytes, format_plural
 
 _PROCESSES = 2  # of the steps that other checks run
 _THREADS_A_PROCESS = 64
@@ -33,14 +33,19 @@ _UNEXPECTED = (
 def check(context: CheckContext) -> CheckResult:
     """Compare the limits with the needs of training."""
     processes = max(_PROCESSES, len(context.machine.gpus))
-    facts = [f"open files {_shown(resource.RLIMIT_NOFILE)}, processes {_shown(resource.RLIMIT_NPROC)}"]
-    findings = [*_files(processes), *_threads(processes), *_others(), *_locked(facts)]
+    facts = [f"open files {_format_limit(resource.RLIMIT_NOFILE)}, processes {_format_limit(resource.RLIMIT_NPROC)}"]
+    findings = [
+        *_check_files(processes),
+        *_check_threads(processes),
+        *_check_other_limits(),
+        *_check_locked_memory(facts),
+    ]
     return CheckResult(tuple(facts), tuple(findings))
 
 
-def _files(processes: int) -> Iterator[Finding]:
+def _check_files(processes: int) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = needed_files(processes, processes)
+    needed = count_needed_files(processes, processes)
     if _is_below(hard, needed):
         yield Finding(
             Severity.BROKEN,
@@ -58,11 +63,11 @@ def _files(processes: int) -> Iterator[Finding]:
         )
 
 
-def _threads(processes: int) -> Iterator[Finding]:
+def _check_threads(processes: int) -> Iterator[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft == resource.RLIM_INFINITY or os.geteuid() == 0:  # root is not limited
         return
-    used = sum(_thread_count(process) for process in psutil.process_iter() if _is_mine(process))
+    used = sum(_count_threads(process) for process in psutil.process_iter() if _is_mine(process))
     needed = processes * _THREADS_A_PROCESS
     if soft - used < needed:
         yield Finding(
@@ -73,25 +78,25 @@ def _threads(processes: int) -> Iterator[Finding]:
         )
 
 
-def _others() -> Iterator[Finding]:
+def _check_other_limits() -> Iterator[Finding]:
     for name, command, is_bytes, then in _UNEXPECTED:
         limit = resource.getrlimit(getattr(resource, name))[0]
         if limit != resource.RLIM_INFINITY:
-            shown = size(limit) if is_bytes else f"{limit} s"
+            shown = format_bytes(limit) if is_bytes else f"{limit} s"
             what = f"a limit is set: {shown} ({command})"
             yield Finding(Severity.WARNING, what, then, f"`{command} unlimited` in the shell that starts the run")
 
 
-def _locked(facts: list[str]) -> Iterator[Finding]:
+def _check_locked_memory(facts: list[str]) -> Iterator[Finding]:
     """Yield a finding if locked memory is limited and the machine has InfiniBand."""
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if not _INFINIBAND.is_dir() or not any(_INFINIBAND.iterdir()):
         return
-    facts.append(f"locked memory {_shown(resource.RLIMIT_MEMLOCK)}")
+    facts.append(f"locked memory {_format_limit(resource.RLIMIT_MEMLOCK)}")
     if limit != resource.RLIM_INFINITY and os.geteuid() != 0:
         yield Finding(
             Severity.BROKEN,
-            f"locked memory is limited to {size(limit)} (ulimit -l), and this machine has InfiniBand",
+            f"locked memory is limited to {format_bytes(limit)} (ulimit -l), and this machine has InfiniBand",
             "InfiniBand registers locked buffers: NCCL fails with `ibv_reg_mr failed` or `Cannot allocate memory`",
             "memlock unlimited in /etc/security/limits.conf; docker run --ulimit memlock=-1; PropagateResourceLimits= "
             "of Slurm",
@@ -102,11 +107,11 @@ def _is_below(limit: int, needed: int) -> bool:
     return limit != resource.RLIM_INFINITY and limit < needed
 
 
-def _shown(kind: int) -> str:
+def _format_limit(kind: int) -> str:
     soft = resource.getrlimit(kind)[0]
     if soft == resource.RLIM_INFINITY:
         return "unlimited"
-    return size(soft) if kind == resource.RLIMIT_MEMLOCK else f"{soft:,}"
+    return format_bytes(soft) if kind == resource.RLIMIT_MEMLOCK else f"{soft:,}"
 
 
 def _is_mine(process: psutil.Process) -> bool:
@@ -116,7 +121,7 @@ def _is_mine(process: psutil.Process) -> bool:
         return False
 
 
-def _thread_count(process: psutil.Process) -> int:
+def _count_threads(process: psutil.Process) -> int:
     try:
         return process.num_threads()
     except psutil.Error:
@@ -130,40 +135,40 @@ _ASK = "docker run {}, resources.limits of the pod, or {} of the Slurm job"
 
 def check_control_groups(context: CheckContext) -> CheckResult:
     """Read the limits of memory, cores and processes of this process's groups."""
-    memory, free, cores = cgroups.memory_limit(), cgroups.memory_free(), cgroups.cpu_limit()
-    pids = tuple(_pids())
+    memory, free, cores = cgroups.read_memory_limit(), cgroups.read_free_memory(), cgroups.read_cpu_limit()
+    pids = tuple(_iterate_pid_limits())
     shown = [
-        "memory: no limit" if memory is None else f"memory {size(memory)}, {size(free or 0)} free",
-        f"{plural(usable_cores(), 'core')}, no quota" if cores is None else f"{cores:.3g} cores by quota",
+        "memory: no limit" if memory is None else f"memory {format_bytes(memory)}, {format_bytes(free or 0)} free",
+        f"{format_plural(count_usable_cores(), 'core')}, no quota" if cores is None else f"{cores:.3g} cores by quota",
         "processes: no limit" if not pids else f"processes {pids[0][0]} of {pids[0][1]}",
     ]
-    findings = (*_of_memory(memory, free), *_of_cores(cores), *_of_pids(pids))
+    findings = (*_check_memory_limit(memory, free), *_check_core_limit(cores), *_check_pid_limits(pids))
     return CheckResult(("; ".join(shown),), findings)
 
 
-def _of_memory(limit: int | None, free: int | None) -> Iterator[Finding]:
+def _check_memory_limit(limit: int | None, free: int | None) -> Iterator[Finding]:
     if limit is not None and free is not None and free < _LEAST_MEMORY:
         yield Finding(
             Severity.WARNING,
-            f"the control group has {size(free)} of {size(limit)} left",
+            f"the control group has {format_bytes(free)} of {format_bytes(limit)} left",
             "the kernel kills a process that exceeds it, without a message in the log of the run",
             f"give it more memory: {_ASK.format('--memory', '--mem')}; plans respect the limit",
         )
 
 
-def _of_cores(limit: float | None) -> Iterator[Finding]:
-    cores = usable_cores()
+def _check_core_limit(limit: float | None) -> Iterator[Finding]:
+    cores = count_usable_cores()
     if limit is not None and limit < cores:
         yield Finding(
             Severity.WARNING,
-            f"throttled: the control group may use {limit:.3g} of {plural(cores, 'core')}",
+            f"throttled: the control group may use {limit:.3g} of {format_plural(cores, 'core')}",
             "once the quota of a period is used, all threads are paused for the rest of it",
             f"raise the quota to whole cores: {_ASK.format('--cpus', '--cpus-per-task')}; or run fewer threads: "
             f"OMP_NUM_THREADS={max(1, int(limit))}",
         )
 
 
-def _of_pids(pid_limits: tuple[tuple[int, int], ...]) -> Iterator[Finding]:
+def _check_pid_limits(pid_limits: tuple[tuple[int, int], ...]) -> Iterator[Finding]:
     for used, limit in pid_limits:
         if limit - used < _PIDS:
             yield Finding(
@@ -174,10 +179,10 @@ def _of_pids(pid_limits: tuple[tuple[int, int], ...]) -> Iterator[Finding]:
             )
 
 
-def _pids() -> Iterator[tuple[int, int]]:
+def _iterate_pid_limits() -> Iterator[tuple[int, int]]:
     """Yield the number and the limit of processes of each group that has a limit."""
-    for group, _ in cgroups.groups("pids"):
-        used, limit = read(group / "pids.current").strip(), read(group / "pids.max").strip()
+    for group, _ in cgroups.iterate_groups("pids"):
+        used, limit = read_text(group / "pids.current").strip(), read_text(group / "pids.max").strip()
         if used.isdigit() and limit.isdigit():
             yield int(used), int(limit)
 
@@ -205,11 +210,11 @@ def check_shared_memory(context: CheckContext) -> CheckResult:
         )
         return CheckResult((), (finding,))
     total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
-    fact = f"{size(total)}, {size(free)} free"
-    return CheckResult((fact,), tuple(_of_shared_memory(total, free, gpus)))
+    fact = f"{format_bytes(total)}, {format_bytes(free)} free"
+    return CheckResult((fact,), tuple(_check_shared_memory_size(total, free, gpus)))
 
 
-def _of_shared_memory(total: int, free: int, gpus: int) -> Iterator[Finding]:
+def _check_shared_memory_size(total: int, free: int, gpus: int) -> Iterator[Finding]:
     recommended = max(_AMPLE, gpus * _AMPLE_A_GPU)
     if not os.access(_SHARED, os.W_OK | os.X_OK):
         yield Finding(
@@ -218,20 +223,20 @@ def _of_shared_memory(total: int, free: int, gpus: int) -> Iterator[Finding]:
             "processes of one machine exchange locks and data there",
             f"chmod 1777 {_SHARED} (as root)",
         )
-    elif (problem := shortage(None, free, 2, 2)) is not None:
+    elif (problem := check_process_limits(None, free, 2, 2)) is not None:
         what, _, fix = problem.partition("; ")
         yield Finding(Severity.BROKEN, what, "nothing can be started", fix)
     elif total < recommended:
         yield Finding(
             Severity.BROKEN if gpus > 1 else Severity.WARNING,
-            f"{_SHARED} has only {size(total)}; {size(recommended)} are recommended here",
+            f"{_SHARED} has only {format_bytes(total)}; {format_bytes(recommended)} are recommended here",
             "NCCL and data loaders with workers fail with `No space left on device`, or a bus error, when it is full",
             _FIX,
         )
     elif free < recommended:
         yield Finding(
             Severity.WARNING,
-            f"{size(free)} of {size(total)} are free in {_SHARED}",
+            f"{format_bytes(free)} of {format_bytes(total)} are free in {_SHARED}",
             "NCCL and data loaders with workers fail with `No space left on device`, or a bus error, when it is full",
             f"remove files of programs that have ended: `ls -lt {_SHARED}`",
         )

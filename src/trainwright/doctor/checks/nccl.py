@@ -34,15 +34,15 @@ _FILES = ("/etc/nccl.conf", "~/.nccl.conf")
 
 def check(context: CheckContext) -> CheckResult:
     """Explain every variable that is set, in the environment or in NCCL's files."""
-    settings = dict(_of_files(context.variables))
+    settings = dict(_read_configuration_files(context.variables))
     settings |= {name: (value, "") for name, value in context.variables.items() if _OURS.fullmatch(name)}
     documented = {name: origin for name, origin in settings.items() if name in EFFECTS}
     facts = [f"{name}={value}{origin}: {EFFECTS[name]}" for name, (value, origin) in sorted(documented.items())]
-    findings = (*_unknown(settings), *_costly(settings))
+    findings = (*_check_unknown(settings), *_check_costly(settings))
     return CheckResult(tuple(facts) or ("none is set",), findings)
 
 
-def _of_files(variables: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, str]]]:
+def _read_configuration_files(variables: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield the variables of NCCL's configuration files, which the environment overrides."""
     chosen = variables.get("NCCL_CONF_FILE")
     for name in (_FILES[0], chosen or _FILES[1]):
@@ -56,7 +56,7 @@ def _of_files(variables: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, st
                 yield variable.strip(), (value.strip(), f" (in {name})")
 
 
-def _unknown(settings: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
+def _check_unknown(settings: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
     for name, (value, origin) in sorted(settings.items()):
         if name in EFFECTS or not name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_")):
             continue
@@ -72,7 +72,7 @@ def _unknown(settings: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
         yield Finding(Severity.WARNING, f"{name}={value}{origin} is not a documented variable", why, hint)
 
 
-def _costly(settings: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
+def _check_costly(settings: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
     for name, pattern, why in _COSTLY:
         value, origin = settings.get(name, ("", ""))
         if value and re.fullmatch(pattern, value.strip()):

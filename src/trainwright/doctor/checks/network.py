@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity
-from trainwright.machine.cgroups import read
+from trainwright.machine.cgroups import read_text
 
 _INFINIBAND = Path("/sys/class/infiniband")
 _SELECTING = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
@@ -46,20 +46,20 @@ class Interface:
 
 def check(context: CheckContext) -> CheckResult:
     """Check every interface that has an address or that a variable selects."""
-    interfaces = _interfaces()
-    selected = [name for variable in _SELECTING for name in _names(context.variables.get(variable, ""))]
+    interfaces = _list_interfaces()
+    selected = [name for variable in _SELECTING for name in _parse_names(context.variables.get(variable, ""))]
     shown = [one for one in interfaces.values() if one.name != "lo" and (one.addresses or one.name in selected)]
     findings = (
-        *_selections(context.variables, interfaces),
-        *_dead(shown),
-        *_failing(shown),
-        *_name_of_machine(),
-        *_adapters(),
+        *_check_selections(context.variables, interfaces),
+        *_check_dead(shown),
+        *_check_failing(shown),
+        *_check_machine_name(),
+        *_check_adapters(),
     )
     return CheckResult(tuple(one.describe() for one in shown) or ("no interface but loopback",), findings)
 
 
-def _interfaces() -> dict[str, Interface]:
+def _list_interfaces() -> dict[str, Interface]:
     """Return the interfaces of this process's network namespace, which /sys may not show."""
     addresses, counters = psutil.net_if_addrs(), psutil.net_io_counters(pernic=True, nowrap=False)
     interfaces = {}
@@ -78,7 +78,7 @@ def _interfaces() -> dict[str, Interface]:
     return interfaces
 
 
-def _names(selection: str) -> list[str]:
+def _parse_names(selection: str) -> list[str]:
     """Return the names that a variable selects; prefixes that begin with ^ exclude, = is an exact match."""
     text = selection.strip()
     if text.startswith("^"):
@@ -86,7 +86,7 @@ def _names(selection: str) -> list[str]:
     return [name.removeprefix("=").partition(":")[0] for name in text.removeprefix("=").split(",") if name]
 
 
-def _selections(variables: Mapping[str, str], interfaces: Mapping[str, Interface]) -> Iterator[Finding]:
+def _check_selections(variables: Mapping[str, str], interfaces: Mapping[str, Interface]) -> Iterator[Finding]:
     for variable in _SELECTING:
         text = variables.get(variable, "")
         exact = variable != "NCCL_SOCKET_IFNAME" or text.strip().startswith("=")
@@ -97,14 +97,14 @@ def _selections(variables: Mapping[str, str], interfaces: Mapping[str, Interface
                 Severity.BROKEN,
                 what,
                 why,
-                f"set the interfaces to use: {variable}={_usable(interfaces) or 'INTERFACE'}",
+                f"set the interfaces to use: {variable}={_list_usable(interfaces) or 'INTERFACE'}",
             )
             continue
-        for name in _names(text):
+        for name in _parse_names(text):
             selected = [
                 one for one in interfaces.values() if one.name == name or (not exact and one.name.startswith(name))
             ]
-            choose = f"set {variable} to one that is up ({_usable(interfaces) or 'there is none'}), or unset it"
+            choose = f"set {variable} to one that is up ({_list_usable(interfaces) or 'there is none'}), or unset it"
             if not selected:
                 why = "processes fail to start with `no socket interface found` or `Unable to find address`"
                 yield Finding(Severity.BROKEN, f"{variable}={text}: there is no interface {name}", why, choose)
@@ -114,11 +114,11 @@ def _selections(variables: Mapping[str, str], interfaces: Mapping[str, Interface
                 yield Finding(Severity.BROKEN, what, why, f"`ip link set {selected[0].name} up` (as root), or {choose}")
 
 
-def _usable(interfaces: Mapping[str, Interface]) -> str:
+def _list_usable(interfaces: Mapping[str, Interface]) -> str:
     return ",".join(one.name for one in interfaces.values() if one.is_alive and one.addresses and one.name != "lo")
 
 
-def _dead(interfaces: list[Interface]) -> Iterator[Finding]:
+def _check_dead(interfaces: list[Interface]) -> Iterator[Finding]:
     for one in interfaces:
         if one.addresses and not one.is_alive:
             yield Finding(
@@ -130,7 +130,7 @@ def _dead(interfaces: list[Interface]) -> Iterator[Finding]:
             )
 
 
-def _failing(interfaces: list[Interface]) -> Iterator[Finding]:
+def _check_failing(interfaces: list[Interface]) -> Iterator[Finding]:
     for one in interfaces:
         if one.packets and one.failed > _ERRORS * one.packets:
             yield Finding(
@@ -141,7 +141,7 @@ def _failing(interfaces: list[Interface]) -> Iterator[Finding]:
             )
 
 
-def _name_of_machine() -> Iterator[Finding]:
+def _check_machine_name() -> Iterator[Finding]:
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -162,10 +162,10 @@ def _name_of_machine() -> Iterator[Finding]:
         )
 
 
-def _adapters(root: Path = _INFINIBAND) -> Iterator[Finding]:
+def _check_adapters(root: Path = _INFINIBAND) -> Iterator[Finding]:
     for state in sorted(root.glob("*/ports/*/state")):
-        text = read(state).strip()
-        physical = read(state.with_name("phys_state")).strip()
+        text = read_text(state).strip()
+        physical = read_text(state.with_name("phys_state")).strip()
         if text and "ACTIVE" not in text and "Disabled" not in physical:
             adapter, port = state.parts[-4], state.parts[-2]
             yield Finding(
@@ -184,22 +184,22 @@ _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 def check_ports(context: CheckContext) -> CheckResult:
     """Listen on every port for a moment, and exchange a byte over the loopback interface."""
-    chosen = context.ports or _from_variables(context)
+    chosen = context.ports or _read_port_variable(context)
     ports = chosen or (_DEFAULT,)
     severity = Severity.BROKEN if chosen else Severity.WARNING
-    busy = {port: holder for port in ports if (holder := _holder(port)) is not None}
-    findings = [_taken(port, holder, severity) for port, holder in busy.items()]
+    busy = {port: holder for port in ports if (holder := _find_port_holder(port)) is not None}
+    findings = [_describe_taken_port(port, holder, severity) for port, holder in busy.items()]
     free = [str(port) for port in ports if port not in busy]
     facts = [f"port {', '.join(free)} free"] if free else []
-    return CheckResult(tuple(facts), (*findings, *_loopback()))
+    return CheckResult(tuple(facts), (*findings, *_check_loopback()))
 
 
-def _from_variables(context: CheckContext) -> tuple[int, ...]:
+def _read_port_variable(context: CheckContext) -> tuple[int, ...]:
     text = context.variables.get("MASTER_PORT", "").strip()
     return (int(text),) if text.isdigit() and 0 < int(text) < 65536 else ()
 
 
-def _holder(port: int) -> str | None:
+def _find_port_holder(port: int) -> str | None:
     """Return a description of what uses a port; None if it is free."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -209,11 +209,11 @@ def _holder(port: int) -> str | None:
         except OSError as error:
             if error.errno == errno.EACCES:
                 return "the system: only root may use ports below 1024"
-            return _program(port) if error.errno == errno.EADDRINUSE else f"the system: {error.strerror}"
+            return _describe_program(port) if error.errno == errno.EADDRINUSE else f"the system: {error.strerror}"
     return None
 
 
-def _program(port: int) -> str:
+def _describe_program(port: int) -> str:
     try:
         connections = [
             c for c in psutil.net_connections("tcp") if c.laddr and c.laddr.port == port and c.status == "LISTEN"
@@ -231,7 +231,7 @@ def _program(port: int) -> str:
     return "a program of another user, whose name only root can see"
 
 
-def _taken(port: int, holder: str, severity: Severity) -> Finding:
+def _describe_taken_port(port: int, holder: str, severity: Severity) -> Finding:
     return Finding(
         severity,
         f"port {port} is taken by {holder}",
@@ -243,7 +243,7 @@ def _taken(port: int, holder: str, severity: Severity) -> Finding:
     )
 
 
-def _loopback() -> Iterator[Finding]:
+def _check_loopback() -> Iterator[Finding]:
     try:
         with socket.create_server((_LOOPBACK, 0)) as listener:
             listener.settimeout(_SECONDS)

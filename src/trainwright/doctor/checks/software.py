@@ -17,7 +17,7 @@ from typing import Any
 
 from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckResult, Finding, Severity
 from trainwright.doctor.diagnosis import explain
-from trainwright.machine.accelerators import HIDE, installed_build
+from trainwright.machine.accelerators import HIDE, read_installed_build
 
 _SECONDS = 120.0
 _INSTALL = "install one build of torch into an empty environment: https://pytorch.org/get-started/locally"
@@ -38,7 +38,7 @@ print(json.dumps({
 
 def check(context: CheckContext) -> CheckResult:
     """Import torch in a separate process, and compare what it was built for with this machine."""
-    findings = [*_mixed(), *_unusable(context.machine.unusable)]
+    findings = [*_check_mixed(), *_check_unusable(context.machine.unusable)]
     command = [sys.executable, "-P", "-c", _CODE]
     try:
         ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
@@ -53,15 +53,15 @@ def check(context: CheckContext) -> CheckResult:
         )
         return CheckResult((), tuple(findings))
     if ended.returncode:
-        return CheckResult((), (*findings, _not_imported(ended)))
+        return CheckResult((), (*findings, _describe_failed_import(ended)))
     values = json.loads(ended.stdout.splitlines()[-1])
-    findings += _of_build(values, len(context.machine.gpus))
-    return CheckResult(tuple(_facts(values)), tuple(findings))
+    findings += _check_build(values, len(context.machine.gpus))
+    return CheckResult(tuple(_describe_torch(values)), tuple(findings))
 
 
-def _mixed() -> Iterator[Finding]:
+def _check_mixed() -> Iterator[Finding]:
     """Yield a finding if torch's files and its metadata are of different versions."""
-    files = installed_build().version
+    files = read_installed_build().version
     try:
         recorded = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -76,7 +76,7 @@ def _mixed() -> Iterator[Finding]:
         )
 
 
-def _unusable(reasons: tuple[str, ...]) -> Iterator[Finding]:
+def _check_unusable(reasons: tuple[str, ...]) -> Iterator[Finding]:
     for reason in reasons:
         what, separator, fix = reason.rpartition(": ")
         if not separator:
@@ -89,7 +89,7 @@ def _unusable(reasons: tuple[str, ...]) -> Iterator[Finding]:
         )
 
 
-def _not_imported(ended: subprocess.CompletedProcess[str]) -> Finding:
+def _describe_failed_import(ended: subprocess.CompletedProcess[str]) -> Finding:
     diagnosis = explain(ended.stderr)
     last = next((line for line in reversed(ended.stderr.splitlines()) if line.strip()), "")
     if ended.returncode < 0:
@@ -101,7 +101,7 @@ def _not_imported(ended: subprocess.CompletedProcess[str]) -> Finding:
     return Finding(Severity.BROKEN, f"wrong torch build: `import torch` fails: {last.strip()}", why, fix)
 
 
-def _of_build(values: dict[str, Any], gpus: int) -> Iterator[Finding]:
+def _check_build(values: dict[str, Any], gpus: int) -> Iterator[Finding]:
     if gpus and not values["capabilities"]:
         yield Finding(
             Severity.BROKEN,
@@ -112,7 +112,11 @@ def _of_build(values: dict[str, Any], gpus: int) -> Iterator[Finding]:
     kernels = {int(match[1]) for name in values["kernels"] if (match := re.match(r"(?:sm|compute)_(\d+)", name))}
     for major, minor in sorted({tuple(each) for each in values["capabilities"]}):
         # Kernels of the same major version run, and intermediate code of any earlier one is compiled.
-        if kernels and not any(k // 10 == major and k % 10 <= minor for k in kernels) and not _compiled(values, major):
+        if (
+            kernels
+            and not any(k // 10 == major and k % 10 <= minor for k in kernels)
+            and not _is_compiled_for(values, major)
+        ):
             yield Finding(
                 Severity.BROKEN,
                 f"wrong torch build: {values['version']} has no kernels for compute capability {major}.{minor}",
@@ -130,11 +134,11 @@ def _of_build(values: dict[str, Any], gpus: int) -> Iterator[Finding]:
             )
 
 
-def _compiled(values: dict[str, Any], major: int) -> bool:
+def _is_compiled_for(values: dict[str, Any], major: int) -> bool:
     return any(name.startswith("compute_") and int(name[8:]) // 10 <= major for name in values["kernels"])
 
 
-def _facts(values: dict[str, Any]) -> Iterator[str]:
+def _describe_torch(values: dict[str, Any]) -> Iterator[str]:
     kind = f"CUDA {values['cuda']}" if values["cuda"] else "CPU"
     yield f"torch {values['version']} for {kind}, in {os.path.dirname(values['file'])}"
     if values["capabilities"]:
@@ -160,10 +164,10 @@ def check_packages(context: CheckContext) -> CheckResult:
         raise CannotCheck(f"pip check: {error}") from None
     if "No module named pip" in ended.stderr:
         raise CannotCheck("pip is not installed in this environment; `uv pip check` does the same")
-    return CheckResult((", ".join(_versions()),), tuple(_findings(ended.stdout)))
+    return CheckResult((", ".join(_list_versions()),), tuple(_check_requirements(ended.stdout)))
 
 
-def _versions() -> Iterator[str]:
+def _list_versions() -> Iterator[str]:
     yield f"Python {sys.version.split()[0]}"
     for name in _SHOWN:
         try:
@@ -172,8 +176,8 @@ def _versions() -> Iterator[str]:
             continue
 
 
-def _findings(output: str) -> Iterator[Finding]:
-    ours = _closure()
+def _check_requirements(output: str) -> Iterator[Finding]:
+    ours = _list_used_packages()
     for line in output.splitlines():
         match = _DIFFERS.match(line) or _MISSING.match(line)
         if match is None or match["of"].lower() not in ours:
@@ -190,7 +194,7 @@ def _findings(output: str) -> Iterator[Finding]:
         )
 
 
-def _closure() -> set[str]:
+def _list_used_packages() -> set[str]:
     """Return the names of the packages that Trainwright uses if they are installed, and what these require."""
     names, pending = set[str](), [_OWN]
     while pending:
@@ -232,19 +236,21 @@ def check_compilers(context: CheckContext) -> CheckResult:
     findings: list[Finding] = []
     compiler = context.variables.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        findings.append(_warning("there is no C++ compiler", "apt-get install g++ (or conda install cxx-compiler)"))
+        findings.append(
+            _build_warning("there is no C++ compiler", "apt-get install g++ (or conda install cxx-compiler)")
+        )
     else:
-        problem = _compile(compiler, context.work)
-        facts.append(f"{compiler} {_version([compiler, '--version'])}".rstrip())
+        problem = _check_compiler(compiler, context.work)
+        facts.append(f"{compiler} {_read_version([compiler, '--version'])}".rstrip())
         findings += [] if problem is None else [problem]
     if shutil.which("ninja") is None:
-        findings.append(_warning("ninja is not in PATH", "pip install ninja, with the environment's bin in PATH"))
+        findings.append(_build_warning("ninja is not in PATH", "pip install ninja, with the environment's bin in PATH"))
     if context.machine.gpus:
-        findings += _of_cuda(facts)
+        findings += _check_cuda(facts)
     return CheckResult(tuple(facts), tuple(findings))
 
 
-def _compile(compiler: str, work: Path) -> Finding | None:
+def _check_compiler(compiler: str, work: Path) -> Finding | None:
     source, library = work / "compiled.cpp", work / "compiled.so"
     source.write_text(_PROGRAM, encoding="utf-8")
     headers = sysconfig.get_paths()["include"]
@@ -252,22 +258,24 @@ def _compile(compiler: str, work: Path) -> Finding | None:
     try:
         ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return _warning(f"{compiler} does not work: {error}", "reinstall it: apt-get install --reinstall g++")
+        return _build_warning(f"{compiler} does not work: {error}", "reinstall it: apt-get install --reinstall g++")
     if ended.returncode == 0:
         return None
     line = next((line for line in ended.stderr.splitlines() if "error" in line.lower()), ended.stderr.strip()[:200])
     if "Python.h" in line:
-        return _warning(
+        return _build_warning(
             f"Python's headers are not in {headers}", "apt-get install python3-dev (of this Python's version)"
         )
     if re.search(r"\bomp\.h|openmp|-lg?omp", line):
-        return _warning(f"{compiler} has no OpenMP", "apt-get install g++ (or libomp-dev for clang++)")
-    return _warning(f"{compiler} cannot compile: {line}", "reinstall it: apt-get install --reinstall g++")
+        return _build_warning(f"{compiler} has no OpenMP", "apt-get install g++ (or libomp-dev for clang++)")
+    return _build_warning(f"{compiler} cannot compile: {line}", "reinstall it: apt-get install --reinstall g++")
 
 
-def _of_cuda(facts: list[str]) -> Iterator[Finding]:
-    required = installed_build().cuda
-    nvcc = shutil.which("nvcc") or _existing(os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin/nvcc"))
+def _check_cuda(facts: list[str]) -> Iterator[Finding]:
+    required = read_installed_build().cuda
+    nvcc = shutil.which("nvcc") or _find_existing(
+        os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin/nvcc")
+    )
     if nvcc is None:
         yield Finding(
             Severity.NOTE,
@@ -276,20 +284,20 @@ def _of_cuda(facts: list[str]) -> Iterator[Finding]:
             f"install the CUDA toolkit {required} if you use one of them",
         )
         return
-    match = re.search(r"release (\d+)\.", _version([nvcc, "--version"]))
+    match = re.search(r"release (\d+)\.", _read_version([nvcc, "--version"]))
     facts.append(f"{nvcc}, CUDA {match[1] if match else 'unknown'}")
     if required is not None and match is not None and match[1] != required.partition(".")[0]:
-        yield _warning(
+        yield _build_warning(
             f"nvcc is of CUDA {match[1]}, and torch of CUDA {required}",
             f"install the CUDA toolkit {required} and set CUDA_HOME to it, or torch for CUDA {match[1]}",
         )
 
 
-def _existing(path: str) -> str | None:
+def _find_existing(path: str) -> str | None:
     return path if os.path.exists(path) else None
 
 
-def _version(command: list[str]) -> str:
+def _read_version(command: list[str]) -> str:
     try:
         ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
@@ -298,5 +306,5 @@ def _version(command: list[str]) -> str:
     return match[0] if match else ""
 
 
-def _warning(what: str, fix: str) -> Finding:
+def _build_warning(what: str, fix: str) -> Finding:
     return Finding(Severity.WARNING, what, _USES, fix)

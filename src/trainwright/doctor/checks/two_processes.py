@@ -25,10 +25,10 @@ from trainwright.doctor.checks.check import (
     CheckResult,
     Finding,
     Severity,
-    explained,
+    build_explained_finding,
 )
 from trainwright.errors import EXIT_FINISHED, Stopped, TrainwrightError
-from trainwright.machine.vendors import processor_of
+from trainwright.machine.vendors import look_up_processor
 from trainwright.run.process import (
     check_limits,
     preload_libraries,
@@ -38,7 +38,7 @@ from trainwright.run.process import (
     run_in_child,
 )
 from trainwright.run.shutdown.failure import Failure
-from trainwright.utils.text import span
+from trainwright.utils.text import format_seconds
 
 if TYPE_CHECKING:
     from trainwright.doctor.verify import ComparedRun
@@ -63,14 +63,14 @@ logging: {observers: {tensorboard: false}}
 
 def check_strategies(context: CheckContext) -> CheckResult:
     """Compare the first steps of every strategy on two ranks with those on one process."""
-    from trainwright.recipe.strategy_spec import all_specs
+    from trainwright.recipe.strategy_spec import load_strategies
 
-    ready(context)
-    specs = all_specs()
+    prepare_workers(context)
+    specs = load_strategies()
     names = [n for n, spec in specs.items() if spec.least_processes <= 2 <= (spec.most_processes or 2)]
     missing = {n: spec.library for n in names if (spec := specs[n]).library is not None and spec.library.is_missing}
     alone = next(name for name, spec in specs.items() if spec.is_one_process)
-    reference = _side(context, alone, 1)
+    reference = _train_side(context, alone, 1)
     preload_worker(reference.recipe)
     work = functools.partial(_prepare, context, reference.recipe)
     run_in_child(work, context.work / "prepare.log", context.stopping)
@@ -82,7 +82,7 @@ def check_strategies(context: CheckContext) -> CheckResult:
             late.append(name)
             continue
         try:
-            fact, new_findings = _compared(context, reference, name)
+            fact, new_findings = _compare_strategy(context, reference, name)
         except CannotCheck:
             late.append(name)
             continue
@@ -93,7 +93,7 @@ def check_strategies(context: CheckContext) -> CheckResult:
     return CheckResult(tuple(facts), tuple(findings))
 
 
-def _side(context: CheckContext, strategy: str, processes: int) -> ComparedRun:
+def _train_side(context: CheckContext, strategy: str, processes: int) -> ComparedRun:
     """Return the run of the tiny recipe under a strategy."""
     from trainwright.doctor.verify import ComparedRun
     from trainwright.recipe.loading import load_recipe
@@ -101,8 +101,8 @@ def _side(context: CheckContext, strategy: str, processes: int) -> ComparedRun:
 
     file, rows = context.work / "recipe.yaml", context.work / "rows.jsonl"
     file.write_text(_RECIPE, encoding="utf-8")
-    rows.write_text("".join(f"{json.dumps(row)}\n" for row in _rows()), encoding="utf-8")
-    device = two_devices(context)
+    rows.write_text("".join(f"{json.dumps(row)}\n" for row in _iterate_rows()), encoding="utf-8")
+    device = choose_device_type(context)
     overrides = (
         f"data.train={rows}",
         f"parallel.strategy={strategy}",
@@ -115,7 +115,7 @@ def _side(context: CheckContext, strategy: str, processes: int) -> ComparedRun:
     return ComparedRun(name, recipe, context.work / f"run-{strategy}")
 
 
-def _rows() -> Iterator[dict[str, str]]:
+def _iterate_rows() -> Iterator[dict[str, str]]:
     for number in range(8):
         yield {"question": f"What is {number} times {number}?", "answer": f"{number * number}, which is {number}^2."}
 
@@ -136,48 +136,48 @@ def _run(context: CheckContext, side: ComparedRun, what: str) -> Finding | None:
     from trainwright.doctor.verify import run_side
 
     try:
-        with watched(what, _SECONDS, context.end):
+        with watch_launches(what, _SECONDS, context.end):
             run_side(side, _STEPS, context.stopping, is_shown=False)
     except CheckEnded as broken:
         return broken.finding
     except Stopped:
         raise
     except TrainwrightError as error:
-        return _failed(what, str(error))
+        return _describe_failure(what, str(error))
     return None
 
 
-def _compared(context: CheckContext, reference: ComparedRun, name: str) -> tuple[str, list[Finding]]:
+def _compare_strategy(context: CheckContext, reference: ComparedRun, name: str) -> tuple[str, list[Finding]]:
     from trainwright.doctor.verify import TOLERANCES, Comparison
 
     started, what = time.monotonic(), f"two ranks of {name}"
     try:
-        side = _side(context, name, 2)
+        side = _train_side(context, name, 2)
     except Stopped:
         raise
     except TrainwrightError as error:
-        return f"{name}: not possible", [_failed(what, str(error))]
+        return f"{name}: not possible", [_describe_failure(what, str(error))]
     if (finding := _run(context, side, what)) is not None:
         return f"{name}: failed", [finding]
-    compared = Comparison.of_runs((reference.name, side.name), (reference.run, side.run), TOLERANCES["no"])
-    fact = f"{name}: {span(time.monotonic() - started)}, with {_STEPS} steps whose losses differ by at most "
-    fact += f"{compared.worst('loss'):.0e} from those of one process"
+    compared = Comparison.from_runs((reference.name, side.name), (reference.run, side.run), TOLERANCES["no"])
+    fact = f"{name}: {format_seconds(time.monotonic() - started)}, with {_STEPS} steps whose losses differ by at most "
+    fact += f"{compared.find_worst_difference('loss'):.0e} from those of one process"
     if compared.is_same:
         return fact, []
-    return fact, [_differs(what, compared.verdict())]
+    return fact, [_describe_difference(what, compared.verdict())]
 
 
-def _failed(what: str, message: str) -> Finding:
+def _describe_failure(what: str, message: str) -> Finding:
     lines = [line.strip() for line in message.splitlines() if line.strip() and not line.startswith(("log:", "- "))]
     reason = next(
         (line for line in reversed(lines) if "Error" in line.partition(":")[0]), lines[0] if lines else message
     )
     why = "runs with this strategy will fail in the same way"
     fix = "the first line of the error says which part is missing; choose another parallel.strategy until it is fixed"
-    return explained(f"{what} cannot train: {reason[:300]}", message, why, fix)
+    return build_explained_finding(f"{what} cannot train: {reason[:300]}", message, why, fix)
 
 
-def _differs(what: str, verdict: str) -> Finding:
+def _describe_difference(what: str, verdict: str) -> Finding:
     return Finding(
         Severity.BROKEN,
         f"{what} has other losses than one process: {verdict}",
@@ -194,28 +194,30 @@ _LOW = 0.3  # of the link's rate
 
 def check_links(context: CheckContext) -> CheckResult:
     """Sum tensors over two processes."""
-    device = ready(context)
+    device = prepare_workers(context)
     from trainwright.run.supervisor import launch
 
     logs, answer = context.work / "links", context.work / "links.json"
     try:
-        with watched("two processes that sum tensors", _LINK_SECONDS, context.end):
-            entry = functools.partial(_link_entry, device, answer)
+        with watch_launches("two processes that sum tensors", _LINK_SECONDS, context.end):
+            entry = functools.partial(_time_links, device, answer)
             launch(entry, processes=2, logs=logs, stopping=context.stopping)
     except TrainwrightError as error:
-        return CheckResult((), (_links_failed(str(error)),))
-    return _judged(json.loads(answer.read_text(encoding="utf-8")), context, device)
+        return CheckResult((), (_describe_link_failure(str(error)),))
+    return _judge_links(json.loads(answer.read_text(encoding="utf-8")), context, device)
 
 
-def _link_entry(device: str, answer: Path) -> int:
+def _time_links(device: str, answer: Path) -> int:
     import torch
     import torch.distributed as dist
 
-    from trainwright.doctor.undisturbed import Stopwatch, least
+    from trainwright.doctor.undisturbed import Stopwatch, choose_shortest
     from trainwright.parallel.world import join, leave
 
     world = join(device)
-    tensor = torch.full((_BYTES[processor_of(world.device.type)] // 4,), float(world.rank + 1), device=world.device)
+    tensor = torch.full(
+        (_BYTES[look_up_processor(world.device.type)] // 4,), float(world.rank + 1), device=world.device
+    )
     clock = Stopwatch()
 
     def add() -> None:
@@ -231,7 +233,7 @@ def _link_entry(device: str, answer: Path) -> int:
     for _ in range(_ROUNDS):
         world.barrier()
         times.append(clock.time(add))
-    rows = world.gather_floats([least(times).seconds, float(is_right)])
+    rows = world.gather_floats([choose_shortest(times).seconds, float(is_right)])
     if world.is_main:
         figures = {"seconds": max(row[0] for row in rows), "wrong": [r for r, row in enumerate(rows) if not row[1]]}
         answer.write_text(json.dumps(figures), encoding="utf-8")
@@ -239,9 +241,9 @@ def _link_entry(device: str, answer: Path) -> int:
     return EXIT_FINISHED
 
 
-def _judged(values: dict[str, Any], context: CheckContext, device: str) -> CheckResult:
+def _judge_links(values: dict[str, Any], context: CheckContext, device: str) -> CheckResult:
     # Of two processes each sends the whole tensor once, half in reducing and half in gathering.
-    rate = _BYTES[processor_of(device)] / values["seconds"]
+    rate = _BYTES[look_up_processor(device)] / values["seconds"]
     link = context.machine.gpus[0].link if device != "cpu" else None
     reference = (
         f", {link.describe()} by the datasheet" if link is not None else " through the memory of this machine (Gloo)"
@@ -263,11 +265,11 @@ def _judged(values: dict[str, Any], context: CheckContext, device: str) -> Check
     return CheckResult(facts, tuple(findings))
 
 
-def _links_failed(message: str) -> Finding:
+def _describe_link_failure(message: str) -> Finding:
     first, *_ = (line for line in reversed(message.splitlines()) if line.strip() and not line.startswith("log:"))
     why = "runs on more than one process will fail in the same way"
     fix = "see the whole message with `trainwright doctor links --json`"
-    return explained(f"two processes cannot sum tensors: {first.strip()}", message, why, fix)
+    return build_explained_finding(f"two processes cannot sum tensors: {first.strip()}", message, why, fix)
 
 
 _FAULT_SECONDS = 30.0
@@ -275,39 +277,39 @@ _FAULTY = 1  # the rank that fails
 _HEADROOM, _ASKED = 2**28, 2**32  # bytes that rank 1 may still allocate, and that it asks for
 
 
-def out_of_memory(context: CheckContext) -> CheckResult:
+def check_out_of_memory(context: CheckContext) -> CheckResult:
     """Make one rank run out of memory: on a CPU by a limit, on a GPU by requesting more than it has."""
-    return _provoked(context, "out of memory on one rank", _run_out, _is_out_of_memory)
+    return _provoke_fault(context, "out of memory on one rank", _exhaust_memory, _is_out_of_memory)
 
 
-def killed_rank(context: CheckContext) -> CheckResult:
+def check_killed_rank(context: CheckContext) -> CheckResult:
     """Kill one rank, as the kernel or a scheduler would."""
-    return _provoked(context, "a rank that is killed", _die, _is_killed)
+    return _provoke_fault(context, "a rank that is killed", _kill_self, _is_killed)
 
 
-def _provoked(
+def _provoke_fault(
     context: CheckContext, what: str, fault: Callable[[], None], is_named: Callable[[Failure], bool]
 ) -> CheckResult:
-    device = ready(context)
+    device = prepare_workers(context)
     from trainwright.run.supervisor import run_workers
 
     logs = context.work / fault.__name__
     started = time.monotonic()
-    with watched(what, _FAULT_SECONDS, context.end):
-        entry = functools.partial(_entry, device, fault, logs)
+    with watch_launches(what, _FAULT_SECONDS, context.end):
+        entry = functools.partial(_fail_second_rank, device, fault, logs)
         ended = run_workers(entry, processes=PROCESSES, logs=logs, stopping=context.stopping)
     failed_at = float((logs / "failed-at").read_text(encoding="ascii")) if (logs / "failed-at").exists() else started
     took = time.monotonic() - failed_at
     message = ended.message if isinstance(ended, Failure) else "the launch ended without an error"
     findings = []
     if not isinstance(ended, Failure) or not is_named(ended):
-        findings.append(_not_named(what, message))
+        findings.append(_describe_unnamed_rank(what, message))
     if survivors := [child.pid for child in multiprocessing.active_children()]:
-        findings.append(_remaining(what, survivors))
-    return CheckResult((f"reported after {span(took)}: {_in_short(message)}",), tuple(findings))
+        findings.append(_describe_survivors(what, survivors))
+    return CheckResult((f"reported after {format_seconds(took)}: {_shorten_message(message)}",), tuple(findings))
 
 
-def _in_short(message: str) -> str:
+def _shorten_message(message: str) -> str:
     """Return the rank and its error, without the traceback and the advice."""
     first, *more = message.splitlines()
     error = next((line for line in more if "Error" in line.partition(":")[0]), "")
@@ -322,7 +324,7 @@ def _is_killed(failure: Failure) -> bool:
     return failure.message.startswith(f"rank {_FAULTY} was killed")
 
 
-def _entry(device: str, fault: Callable[[], None], logs: Path) -> int:
+def _fail_second_rank(device: str, fault: Callable[[], None], logs: Path) -> int:
     """Run in each of the two workers; the second one fails while the first waits in a collective."""
     from trainwright.parallel.world import join, leave
 
@@ -336,7 +338,7 @@ def _entry(device: str, fault: Callable[[], None], logs: Path) -> int:
     return EXIT_FINISHED
 
 
-def _run_out() -> None:
+def _exhaust_memory() -> None:
     import torch
 
     if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
@@ -349,11 +351,11 @@ def _run_out() -> None:
     torch.empty(_ASKED, dtype=torch.uint8).fill_(1)
 
 
-def _die() -> None:
+def _kill_self() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _not_named(what: str, message: str) -> Finding:
+def _describe_unnamed_rank(what: str, message: str) -> Finding:
     return Finding(
         Severity.BROKEN,
         f"{what} is not reported as rank {_FAULTY}: {message.splitlines()[0]}",
@@ -363,7 +365,7 @@ def _not_named(what: str, message: str) -> Finding:
     )
 
 
-def _remaining(what: str, survivors: list[int | None]) -> Finding:
+def _describe_survivors(what: str, survivors: list[int | None]) -> Finding:
     return Finding(
         Severity.BROKEN,
         f"{what}: process {', '.join(map(str, survivors))} is left over",
@@ -378,7 +380,7 @@ _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
 @contextmanager
-def watched(what: str, seconds: float, end: float) -> Iterator[None]:
+def watch_launches(what: str, seconds: float, end: float) -> Iterator[None]:
     """Watch the launches of the body, from the main thread's timer signal (setitimer(2)).
 
     Args:
@@ -421,10 +423,10 @@ class _Watch:
         """Check every process; end the launch if one is stopped."""
         now = time.monotonic()
         for rank, pid in self._ranks():
-            if _status(pid) not in _STOPPED:
+            if _read_status(pid) not in _STOPPED:
                 self._still.pop(rank, None)
             elif now - self._still.setdefault(rank, now) >= _STILL_SECONDS:
-                self._end_with(_stopped(self._what, rank, pid))
+                self._end_with(_describe_stopped_rank(self._what, rank, pid))
         if now > self._end:
             self.is_late = self.finding is None
             self._end_with(self._late())
@@ -438,7 +440,7 @@ class _Watch:
         yield from enumerate(pid for _, pid in sorted(self._workers.items()))
 
     def _late(self) -> Finding:
-        states = ", ".join(f"rank {rank} is {_status(pid) or 'gone'}" for rank, pid in self._ranks())
+        states = ", ".join(f"rank {rank} is {_read_status(pid) or 'gone'}" for rank, pid in self._ranks())
         return Finding(
             Severity.BROKEN,
             f"{self._what}: the ranks did not finish in time ({states or 'none is left'})",
@@ -453,14 +455,14 @@ class _Watch:
             raise CheckEnded(finding)
 
 
-def _status(pid: int) -> str | None:
+def _read_status(pid: int) -> str | None:
     try:
         return psutil.Process(pid).status()
     except psutil.Error:
         return None
 
 
-def _stopped(what: str, rank: int, pid: int) -> Finding:
+def _describe_stopped_rank(what: str, rank: int, pid: int) -> Finding:
     return Finding(
         Severity.BROKEN,
         f"{what}: rank {rank} (process {pid}) is stopped",
@@ -474,7 +476,7 @@ def _stopped(what: str, rank: int, pid: int) -> Finding:
 PROCESSES = 2
 
 
-def ready(context: CheckContext) -> str:
+def prepare_workers(context: CheckContext) -> str:
     """Raise limits, divide the cores and import what workers need; return the device type of the workers.
 
     Raises:
@@ -483,9 +485,9 @@ def ready(context: CheckContext) -> str:
     check_limits(PROCESSES, PROCESSES)
     prepare_environment(context.machine.cpu_cores, PROCESSES)
     preload_libraries()
-    return two_devices(context)
+    return choose_device_type(context)
 
 
-def two_devices(context: CheckContext) -> str:
+def choose_device_type(context: CheckContext) -> str:
     """Return the type of the GPUs if there is one for each of the two workers, otherwise "cpu"."""
     return context.machine.device if len(context.machine.gpus) >= PROCESSES else "cpu"

@@ -22,18 +22,18 @@ from trainwright.engine.checkpoints.checkpoint import (
     CheckpointError,
     Checkpoints,
     SavedCheckpoint,
-    attempt,
-    entries,
-    located,
+    build_block_entries,
+    build_entries,
+    catch_os_error,
+    format_part_name,
     make_scratch,
     own_blocks,
-    part_name,
 )
 from trainwright.engine.checkpoints.manifest import finish, remove
 from trainwright.engine.checkpoints.writer import BackgroundTask, Writer
 from trainwright.machine.detect import detect
 from trainwright.parallel.layout import Shard
-from trainwright.parallel.world import World, fits_host
+from trainwright.parallel.world import World, can_allocate_on_host
 
 _WRITING, _PART, _COMPLETE = 0.0, 1.0, 2.0  # what a rank reports
 # checkpoint.background: auto. Below, writing takes less time than a copy is worth.
@@ -106,16 +106,16 @@ class Background:
         blocks, scratch = own_blocks(shards), self._checkpoints.scratch(step)
         part: BackgroundTask | str | None = self._checkpoints.prepare(self._world)
         if part is None:
-            part = attempt(lambda: self._write(scratch, blocks, changing), scratch)
+            part = catch_os_error(lambda: self._write(scratch, blocks, changing), scratch)
         assert part is not None
-        places = located(part_name(self._world.rank), blocks)
+        places = build_block_entries(format_part_name(self._world.rank), blocks)
         self._flight = _InFlight(step, places, state, recipe, part)
 
     def _write(self, scratch: Path, blocks: Mapping[str, Shard], changing: Set[int]) -> BackgroundTask:
         make_scratch(scratch)
         self._writer = self._writer or Writer()
         tensors = {name: shard.local for name, shard in blocks.items()}
-        return self._writer.write(scratch / part_name(self._world.rank), tensors, changing)
+        return self._writer.write(scratch / format_part_name(self._world.rank), tensors, changing)
 
     @property
     def is_copied(self) -> bool:
@@ -172,7 +172,7 @@ class Background:
         outcome = flight.part if isinstance(flight.part, str) else flight.part.wait()
         if not isinstance(outcome, str):
             size, digest = outcome
-            outcome = entries(part_name(self._world.rank), size, digest, flight.located)
+            outcome = build_entries(format_part_name(self._world.rank), size, digest, flight.located)
         parts = self._world.gather(outcome)
         failure = next((part for part in parts if isinstance(part, str)), None)
         if failure is not None:
@@ -211,7 +211,9 @@ class BackgroundChoice:
             return self._setting
         if self._is_worth_it is None:
             sizes, room = zip(*self._world.gather((own_bytes, self._has_room())), strict=True)
-            self._is_worth_it = max(sizes) >= _BACKGROUND_BYTES and all(room) and fits_host(self._world, own_bytes)
+            self._is_worth_it = (
+                max(sizes) >= _BACKGROUND_BYTES and all(room) and can_allocate_on_host(self._world, own_bytes)
+            )
         return self._is_worth_it
 
     def written(self, own_bytes: int, computing: float) -> None:

@@ -30,13 +30,13 @@ from trainwright.engine.checkpoints.manifest import (
     RECIPE,
     CheckpointError,
     Manifest,
-    cannot_be_read,
+    build_checkpoint_path,
+    build_read_error,
     check_tensors,
-    checkpoint_path,
-    checkpoints_in,
-    checksum,
+    compute_checksum,
+    compute_full_shape,
     finish,
-    full_shape,
+    list_checkpoints,
     read_state,
     remove,
 )
@@ -45,7 +45,7 @@ from trainwright.errors import RequestError
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
 from trainwright.recipe.loading import load_recipe
-from trainwright.utils.paths import open_inside, retried
+from trainwright.utils.paths import open_inside, retry_stale
 
 Entries = dict[str, Any]  # of one rank's file in the manifest
 
@@ -74,7 +74,7 @@ class Checkpoints:
 
     def path(self, step: int) -> Path:
         """Return the directory of the checkpoint of ``step``."""
-        return checkpoint_path(self._directory, step)
+        return build_checkpoint_path(self._directory, step)
 
     def scratch(self, step: int) -> Path:
         """Return the directory that the checkpoint of ``step`` is written in before it is complete."""
@@ -92,17 +92,17 @@ class Checkpoints:
         started_at = time.monotonic()
         final, scratch, outcome = self.path(step), self.scratch(step), self.prepare(world)
         if outcome is None:
-            outcome = attempt(lambda: _write_part(scratch, world.rank, shards), scratch)
+            outcome = catch_os_error(lambda: _write_part(scratch, world.rank, shards), scratch)
         outcomes = world.gather(outcome)
         if world.is_main and not any(isinstance(o, str) for o in outcomes):
             text = json.dumps(state, indent=1)
-            outcomes = [attempt(lambda: finish(scratch, final, outcomes, text, recipe), scratch)]
+            outcomes = [catch_os_error(lambda: finish(scratch, final, outcomes, text, recipe), scratch)]
         self.conclude(world, step, next((o for o in outcomes if isinstance(o, str)), None))
         return SavedCheckpoint(final, time.monotonic() - started_at)
 
     def prepare(self, world: World) -> str | None:
         """Remove what interrupted writes left, before any rank writes; return why it failed on this rank, if it did."""
-        outcome = attempt(self._remove_leftovers, self._directory) if world.is_main else None
+        outcome = catch_os_error(self._remove_leftovers, self._directory) if world.is_main else None
         world.barrier()
         return outcome
 
@@ -178,7 +178,7 @@ class Checkpoints:
                 raise CheckpointError(f"{path} is not a directory")
             return Checkpoint.open(path)
         except OSError as error:
-            reason = cannot_be_read(path, error)
+            reason = build_read_error(path, error)
         except CheckpointError as error:
             reason = error
         self._unusable.add(step)
@@ -192,9 +192,9 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint directory, ascending. A directory may still fail verification."""
-        return sorted(checkpoints_in(self._directory))
+        return sorted(list_checkpoints(self._directory))
 
-    def latest(self, before: int | None = None) -> tuple[Checkpoint | None, list[CheckpointError]]:
+    def find_latest(self, before: int | None = None) -> tuple[Checkpoint | None, list[CheckpointError]]:
         """Return the newest checkpoint that verifies, and why each newer one was rejected.
 
         Those of step ``before`` and later ones are passed over.
@@ -206,7 +206,7 @@ class Checkpoints:
         try:
             steps = self.steps()
         except OSError as error:
-            raise cannot_be_read(self._directory, error) from error
+            raise build_read_error(self._directory, error) from error
         for step in reversed(steps):
             if before is not None and step >= before:
                 continue
@@ -241,9 +241,9 @@ class Checkpoint:
         manifest = Manifest.read(path)
         for name, expected in manifest.files.items() if verify else ():
             try:
-                actual = retried(partial(_checksum_if, path, name, expected[0]))
+                actual = retry_stale(partial(_compute_checksum_if_sized, path, name, expected[0]))
             except OSError as error:
-                raise cannot_be_read(path / name, error) from error
+                raise build_read_error(path / name, error) from error
             if actual != expected:
                 raise CheckpointError(f"{path / name} is damaged (size or checksum differs)")
             if name.endswith(".safetensors"):
@@ -255,7 +255,7 @@ class Checkpoint:
         stored = {each for each in self._manifest.tensors if each.startswith("optimizer.")}
         return stored == tensors and load_recipe(self.path / RECIPE).optimizer.name == name
 
-    def reader(self) -> Reader:
+    def open_reader(self) -> Reader:
         """Return a reader of any blocks of any tensors. Use it as a context manager."""
         return Reader(self.path, self._manifest)
 
@@ -287,7 +287,7 @@ class Reader:
             return torch.empty_like(shard.local, device="cpu")
         if blocks is None:
             raise RequestError(f"{self._path} has no {name}: it was written by another model or optimizer")
-        if (shape := full_shape(blocks)) != shard.shape:
+        if (shape := compute_full_shape(blocks)) != shard.shape:
             raise RequestError(f"{self._path}: {name} has shape {list(shape)}, but the model needs {list(shard.shape)}")
         result = torch.empty_like(shard.local, device="cpu")
         for block in blocks:
@@ -311,10 +311,10 @@ class Reader:
         return self._files[name]
 
 
-def _checksum_if(path: Path, name: str, size: int) -> tuple[int, str] | None:
+def _compute_checksum_if_sized(path: Path, name: str, size: int) -> tuple[int, str] | None:
     """Return the size and SHA-256 of a file in ``path``, or None without reading it if it has another size."""
     with open_inside(path, name) as file:
-        return checksum(file) if os.fstat(file.fileno()).st_size == size else None
+        return compute_checksum(file) if os.fstat(file.fileno()).st_size == size else None
 
 
 def _copy_overlap(result: torch.Tensor, offset: tuple[int, ...], block: dict[str, Any], source: Any) -> None:
@@ -334,9 +334,9 @@ def _write_part(scratch: Path, rank: int, shards: Mapping[str, Shard]) -> Entrie
     """Write this rank's blocks; return their entries for the manifest."""
     make_scratch(scratch)
     mine = own_blocks(shards)
-    file = part_name(rank)
+    file = format_part_name(rank)
     size, digest = write_tensors(scratch / file, {name: shard.local for name, shard in mine.items()})
-    return entries(file, size, digest, located(file, mine))
+    return build_entries(file, size, digest, build_block_entries(file, mine))
 
 
 def make_scratch(scratch: Path) -> None:
@@ -346,17 +346,17 @@ def make_scratch(scratch: Path) -> None:
     scratch.mkdir(exist_ok=True)
 
 
-def part_name(rank: int) -> str:
+def format_part_name(rank: int) -> str:
     """Return the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
-def entries(file: str, size: int, digest: str, tensors: dict[str, Any]) -> Entries:
-    """Return the entries of a rank's file for the manifest; for ``tensors`` see ``located``."""
+def build_entries(file: str, size: int, digest: str, tensors: dict[str, Any]) -> Entries:
+    """Return the entries of a rank's file for the manifest; for ``tensors`` see ``build_block_entries``."""
     return {"files": {file: {"size": size, "sha256": digest}}, "tensors": tensors}
 
 
-def located(file: str, blocks: Mapping[str, Shard]) -> dict[str, Any]:
+def build_block_entries(file: str, blocks: Mapping[str, Shard]) -> dict[str, Any]:
     """Return the manifest's entry of each block in a rank's file."""
     return {
         name: {"file": file, "offset": list(shard.offset), "size": list(shard.local.shape)}
@@ -382,7 +382,7 @@ def own_blocks(shards: Mapping[str, Shard]) -> dict[str, Shard]:
     return own
 
 
-def attempt(action: Any, path: Path) -> Any:
+def catch_os_error(action: Any, path: Path) -> Any:
     """Return the action's result, or a message why it failed at ``path``: ranks agree before any of them raises."""
     try:
         return action()

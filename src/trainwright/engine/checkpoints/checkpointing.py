@@ -28,7 +28,7 @@ from trainwright.engine.checkpoints.uploader import Copies
 from trainwright.engine.events import CheckpointWritten, Fault, Notice
 from trainwright.engine.policies.base import StepPolicy, TrainingContext
 from trainwright.engine.progress import EVALUATION, Patience, TrainingProgress
-from trainwright.errors import EXIT_FAULT, EXIT_MACHINE, EXIT_REQUEST, RequestError, TrainingError, error_of
+from trainwright.errors import EXIT_FAULT, EXIT_MACHINE, EXIT_REQUEST, RequestError, TrainingError, build_error
 from trainwright.parallel.layout import Shard
 from trainwright.utils import heartbeat
 
@@ -74,7 +74,7 @@ class Checkpointing:
         self._best_at_start: tuple[float | None, int | None] = (None, None)
         self._training = training
         self._checkpoints = checkpoints
-        self._policies = _by_name(policies)
+        self._policies = _index_by_name(policies)
         # What they begin with: a checkpoint has no state that is set later.
         self._first_task_state = dict(training.task.state)
         self._first_states = {name: dict(policy.state) for name, policy in self._policies.items()}
@@ -126,7 +126,7 @@ class Checkpointing:
         started_at = time.monotonic()
         self._best_at_start = training.progress.best_loss, training.progress.best_step
         training.events.announce("writing a checkpoint", step)
-        heartbeat.phase("checkpoint", step)
+        heartbeat.begin_phase("checkpoint", step)
         shards = training.strategy.state()
         if not required and not wait and self._uses_background(shards):
             changing = {buffer.data_ptr() for buffer in training.strategy.module.buffers()}
@@ -152,7 +152,7 @@ class Checkpointing:
         """Wait until the checkpoint that is being written no longer needs the weights; call it before they change."""
         if not self._background.is_copied:
             started_at = time.monotonic()
-            heartbeat.phase("checkpoint", self._background.step or -1)
+            heartbeat.begin_phase("checkpoint", self._background.step or -1)
             self._background.wait_copied()
             self._blocked += time.monotonic() - started_at
 
@@ -165,7 +165,7 @@ class Checkpointing:
     def after_step(self, seconds: float, tokens: int) -> None:
         """Count what the checkpoint that is being written has cost a step; call it before ``advance``."""
         more = self._slowed.add(seconds, tokens, beside=self._background.step is not None)
-        if (own := heartbeat.own()) is not None:
+        if (own := heartbeat.find_own_heartbeat()) is not None:
             own.slowed += more
 
     def _get_ready(self) -> None:
@@ -187,14 +187,14 @@ class Checkpointing:
         self._is_ending = True
         self._flush()
         self._background.close()
-        heartbeat.phase("copies", self._training.progress.step)
+        heartbeat.begin_phase("copies", self._training.progress.step)
         self._copies.wait()
         self._report_copies()
 
     def _report_copies(self) -> None:
         for problem in self._copies.problems():
             self._report(problem, "continue")
-        for line in self._copies.recovered():
+        for line in self._copies.take_recovered():
             self._training.events.emit(Notice(message=line))
 
     def complete(self) -> int | None:
@@ -204,7 +204,7 @@ class Checkpointing:
 
     def _flush(self, may_stop: bool = True) -> None:
         if self._background.step is not None:
-            heartbeat.phase("checkpoint", self._background.step)
+            heartbeat.begin_phase("checkpoint", self._background.step)
             self._conclude(self._background.flush, waits=True, may_stop=may_stop)
 
     def _conclude(
@@ -233,7 +233,7 @@ class Checkpointing:
 
     def _saved(self, step: int, saved: SavedCheckpoint, waited: float = 0.0) -> None:
         self.step, self._best, started_at, self._failures = step, self._best_at_start, time.monotonic(), 0
-        heartbeat.phase("checkpoint", step)  # one from the background is complete while another phase goes on
+        heartbeat.begin_phase("checkpoint", step)  # one from the background is complete while another phase goes on
         if self._training.world.is_main:
             self._prune()
             self._copies.add(saved.path)
@@ -241,7 +241,7 @@ class Checkpointing:
         self._training.world.barrier()  # it may have removed for long
         self._blocked += time.monotonic() - started_at
         slowed = self._slowed.take()
-        self._saving.took(self._blocked - waited + slowed)
+        self._saving.record_seconds(self._blocked - waited + slowed)
         self._training.events.emit(
             CheckpointWritten(
                 step=step,
@@ -306,13 +306,13 @@ class Checkpointing:
         """
         self._flush(may_stop=False)
         world, events = self._training.world, self._training.events
-        heartbeat.phase(phase)
+        heartbeat.begin_phase(phase)
         # The step, as the path on another node may be another one; and the exit code and message if none can be used.
         chosen: int | None = None
         unusable: tuple[int, str] | None = None
         if world.is_main:
             events.announce("checking the newest checkpoint")
-            checkpoint, refused = self._checkpoints.latest(before)
+            checkpoint, refused = self._checkpoints.find_latest(before)
             copy = self._copies.newest(None if checkpoint is None else checkpoint.step, Checkpoint.open, before)
             for reason in refused:
                 action = "use the one before it" if copy is None else "use a copy"
@@ -323,13 +323,13 @@ class Checkpointing:
                 events.emit(Notice(message=f"{copy.path} is restored from a copy"))
             chosen = None if checkpoint is None else checkpoint.step
             if chosen is None and refused:
-                unusable = _none_usable(refused)
+                unusable = _explain_none_usable(refused)
             if before is not None and (chosen is not None or before == 1):
                 self._copies.remove_from(before)  # first, so that none is restored if this process ends now
                 self._checkpoints.remove_from(before)
         chosen, unusable = world.broadcast((chosen, unusable))
         if unusable is not None:
-            raise error_of(*unusable)
+            raise build_error(*unusable)
         return None if chosen is None else Checkpoint.open(self._checkpoints.path(chosen), verify=False)
 
     def resume(self, checkpoint: Checkpoint) -> None:
@@ -350,7 +350,7 @@ class Checkpointing:
             training.task.stream.resume(saved.get("stream", {}))
         except (ValueError, TypeError, AttributeError) as error:
             raise RequestError(f"{checkpoint.path}/state.json is not the state of a run: {error}") from error
-        with checkpoint.reader() as reader:
+        with checkpoint.open_reader() as reader:
             training.strategy.load_state(reader)
         training.strategy.world.barrier()  # some ranks may have read for longer than others
         training.progress = progress
@@ -370,7 +370,7 @@ class Checkpointing:
             RequestError: the checkpoint is damaged, of another model or other frozen weights, or as long as this run.
         """
         training, world = self._training, self._training.world
-        heartbeat.phase("resuming")
+        heartbeat.begin_phase("resuming")
         checkpoint = parent.open(world)
         self._check_weights(checkpoint)
         try:
@@ -400,7 +400,7 @@ class Checkpointing:
         needed = {name for rank in world.gather(sorted(names)) for name in rank if name.startswith("optimizer.")}
         goes_on = checkpoint.has_optimizer(training.recipe.optimizer.name, needed)
         try:
-            with checkpoint.reader() as reader:
+            with checkpoint.open_reader() as reader:
                 training.strategy.load_state(reader, optimizer=goes_on)
         except RequestError as error:
             raise RequestError(f"{KEY}: {error}; start from a run of the same model") from error
@@ -461,7 +461,7 @@ class Checkpointing:
         self._training.events.emit(Fault(kind="checkpoint", rank=0, detail=detail, action=action, step=step))
 
 
-def _none_usable(refused: Sequence[CheckpointError]) -> tuple[int, str]:
+def _explain_none_usable(refused: Sequence[CheckpointError]) -> tuple[int, str]:
     """Return the exit code and the message for a run none of whose checkpoints can be used."""
     why = f"no checkpoint of this run can be used: {'; '.join(map(str, refused))}"
     unread = {reason.exit_code for reason in refused if isinstance(reason, UnreadableCheckpoint)}
@@ -477,7 +477,7 @@ def _own_bytes(shards: Mapping[str, Shard]) -> int:
     return sum(shard.local.numel() * shard.local.element_size() for shard in own_blocks(shards).values())
 
 
-def _by_name(policies: Sequence[StepPolicy]) -> dict[str, StepPolicy]:
+def _index_by_name(policies: Sequence[StepPolicy]) -> dict[str, StepPolicy]:
     """Return the policies by the names that checkpoints have their state under."""
     by_name: dict[str, StepPolicy] = {}
     for policy in policies:

@@ -14,9 +14,9 @@ from typing import TypeVar
 import torch
 
 from trainwright.engine.checkpoints.checkpoint import Checkpoint, CheckpointError
-from trainwright.engine.out_of_memory import MemoryShortage, attempt
+from trainwright.engine.out_of_memory import MemoryShortage, catch_shortage
 from trainwright.engine.task import Task
-from trainwright.errors import EXIT_TRAINING, RequestError, TrainingError, TrainwrightError, error_of
+from trainwright.errors import EXIT_TRAINING, RequestError, TrainingError, TrainwrightError, build_error
 from trainwright.machine.allocator import return_freed_memory
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.strategy import Strategy
@@ -43,12 +43,12 @@ def export(task: Task, strategy: Strategy, final: Path, step: int, saved: int | 
     return_freed_memory()  # of the steps, so that the copies of the model made below do not raise the peak
     different: list[str] = []
     adapter = task.base is not None
-    parameters = gathered(strategy, different) if adapter else strategy.parameters()
-    tensors = _in_turns(parameters, world, may_stop=saved == step)
+    parameters = gather_parameters(strategy, different) if adapter else strategy.parameters()
+    tensors = _iterate_in_turns(parameters, world, may_stop=saved == step)
     failure: tuple[int, str] | None = None  # exit code and message, the same on every rank
     if world.is_main:
         try:
-            outcome = attempt(lambda: task.export(tensors, final))
+            outcome = catch_shortage(lambda: task.export(tensors, final))
         except OSError as error:
             reason = f"{final} could not be written: {error.strerror or error}"
             failure = (
@@ -70,7 +70,7 @@ def export(task: Task, strategy: Strategy, final: Path, step: int, saved: int | 
         pass
     failure = world.broadcast(failure)
     if failure is not None:
-        raise error_of(*failure)
+        raise build_error(*failure)
     try:
         return check_export(task, strategy, final, different)
     except TrainingError as error:
@@ -86,7 +86,7 @@ def _describe_saved(step: int, saved: int | None) -> str:
     return f"the training is done, but its newest checkpoint is of step {saved}"
 
 
-def _in_turns(tensors: Iterable[T], world: World, may_stop: bool) -> Iterator[T]:
+def _iterate_in_turns(tensors: Iterable[T], world: World, may_stop: bool) -> Iterator[T]:
     """Yield tensors that all ranks gather together, when rank 0 has written the one before.
 
     The others wait for it between collectives: those of devices have the run's timeout, which a slow disk exceeds.
@@ -103,7 +103,7 @@ def _in_turns(tensors: Iterable[T], world: World, may_stop: bool) -> Iterator[T]
         yield tensor
 
 
-def gathered(strategy: Strategy, different: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+def gather_parameters(strategy: Strategy, different: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the full trained parameters; add to ``different`` the names of those that do not match this rank's part.
 
     Every rank must iterate.
@@ -127,7 +127,7 @@ def check_checkpoint(task: Task, world: World, path: Path, shards: Mapping[str, 
     """
     problem, adapter = None, {}
     try:
-        with Checkpoint.open(path, verify=world.is_main).reader() as read:
+        with Checkpoint.open(path, verify=world.is_main).open_reader() as read:
             for name, shard in shards.items():
                 if name.startswith("model."):
                     adapter[name] = read(name, shard)
@@ -153,7 +153,7 @@ def check_export(
     Return why this rank did not compare it, or None.
 
     Args:
-        different: the names that ``gathered`` found.
+        different: the names that ``gather_parameters`` found.
         available_memory: see ``Strategy.full_parameters``; for an adapter only, as full models are not gathered.
 
     Raises:

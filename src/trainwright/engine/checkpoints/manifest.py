@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from trainwright.errors import EXIT_FAULT, EXIT_MACHINE, TrainingError
 from trainwright.models.safetensors_files import DamagedFile, read_header
-from trainwright.utils.paths import open_inside, retried, sync
+from trainwright.utils.paths import open_inside, retry_stale, sync
 
 FORMAT = 1
 MANIFEST, STATE, RECIPE = "manifest.json", "state.json", "recipe.yaml"
@@ -69,8 +69,8 @@ class Manifest:
         if content.get("format") != FORMAT:
             raise CheckpointError(f"{path}: written in format {content.get('format')!r}, not {FORMAT}")
         try:
-            self.files = _files(content["files"])
-            self.tensors = _tensors(content["tensors"], self.files)
+            self.files = _parse_files(content["files"])
+            self.tensors = _parse_tensors(content["tensors"], self.files)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise CheckpointError(f"{path / MANIFEST} is not the manifest of a checkpoint: {error}") from error
         self._shapes: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -82,29 +82,29 @@ class Manifest:
     def read(cls, path: Path) -> Manifest:
         """Return the manifest of the checkpoint in ``path``. Raises CheckpointError."""
         try:
-            content = json.loads(retried(lambda: read_inside(path, MANIFEST, _MANIFEST_BYTES)))
+            content = json.loads(retry_stale(lambda: read_inside(path, MANIFEST, _MANIFEST_BYTES)))
         except (OSError, ValueError, RecursionError) as error:
-            raise cannot_be_read(path / MANIFEST, error) from error
+            raise build_read_error(path / MANIFEST, error) from error
         return cls(path, content)
 
-    def shapes_in(self, file: str) -> dict[str, tuple[int, ...]]:
+    def look_up_shapes(self, file: str) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the blocks that ``file`` holds, by the names of their tensors."""
         return self._shapes.get(file, {})
 
 
-def checkpoint_path(directory: Path, step: int) -> Path:
+def build_checkpoint_path(directory: Path, step: int) -> Path:
     """Return the path of the checkpoint of ``step`` in ``directory``."""
     return directory / f"step-{step:08d}"
 
 
-def checkpoints_in(directory: Path) -> dict[int, Path]:
+def list_checkpoints(directory: Path) -> dict[int, Path]:
     """Return the checkpoints by step, ascending, verified or not; empty if the directory does not exist."""
     names = []
     with suppress(FileNotFoundError, NotADirectoryError):  # if it cannot be read, there may be checkpoints
         names = os.listdir(directory)
     matches = (re.fullmatch(r"step-([0-9]{8,})", name) for name in names)
-    steps = sorted(step for m in matches if m and checkpoint_path(directory, step := int(m[1])).name == m[0])
-    return {step: checkpoint_path(directory, step) for step in steps}
+    steps = sorted(step for m in matches if m and build_checkpoint_path(directory, step := int(m[1])).name == m[0])
+    return {step: build_checkpoint_path(directory, step) for step in steps}
 
 
 def step_of(name: str) -> int:
@@ -120,9 +120,9 @@ def seal_of(manifest: dict[str, Any]) -> str:
 def read_state(path: Path) -> dict[str, Any]:
     """Return the state other than tensors of the checkpoint in ``path``. Raises CheckpointError."""
     try:
-        state = json.loads(retried(lambda: read_inside(path, STATE, _TEXT_BYTES)))
+        state = json.loads(retry_stale(lambda: read_inside(path, STATE, _TEXT_BYTES)))
     except (OSError, ValueError, RecursionError) as error:
-        raise cannot_be_read(path / STATE, error) from error
+        raise build_read_error(path / STATE, error) from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path / STATE} is not the state of a run")
     return state
@@ -138,17 +138,17 @@ def read_inside(directory: Path, name: str, limit: int) -> str:
 
 def check_tensors(path: Path, file: str, manifest: Manifest) -> None:
     """Raise CheckpointError unless the header of a tensor file matches the manifest."""
-    expected = manifest.shapes_in(file)
+    expected = manifest.look_up_shapes(file)
     try:
         open_inside(path, file).close()
         header = read_header(path / file)
     except (OSError, DamagedFile) as error:
-        raise cannot_be_read(path / file, error) from error
+        raise build_read_error(path / file, error) from error
     if header != expected:
         raise CheckpointError(f"{path / file} does not contain the tensors listed in the manifest")
 
 
-def cannot_be_read(path: Path, error: Exception) -> CheckpointError:
+def build_read_error(path: Path, error: Exception) -> CheckpointError:
     """Return why a checkpoint cannot be used, of which ``path`` could not be read."""
     message = f"{path} cannot be read: {(isinstance(error, OSError) and error.strerror) or error}"
     if not isinstance(error, OSError) or error.errno in _DAMAGE:
@@ -159,7 +159,7 @@ def cannot_be_read(path: Path, error: Exception) -> CheckpointError:
     return unreadable
 
 
-def _files(files: dict[str, Any]) -> dict[str, tuple[int, str]]:
+def _parse_files(files: dict[str, Any]) -> dict[str, tuple[int, str]]:
     """Return the size and SHA-256 of every file, by name."""
     by_name = {}
     for name, stated in files.items():
@@ -174,7 +174,7 @@ def _files(files: dict[str, Any]) -> dict[str, tuple[int, str]]:
     return by_name
 
 
-def _tensors(tensors: dict[str, list[Block]], files: dict[str, tuple[int, str]]) -> dict[str, list[Block]]:
+def _parse_tensors(tensors: dict[str, list[Block]], files: dict[str, tuple[int, str]]) -> dict[str, list[Block]]:
     for name, blocks in tensors.items():
         if not isinstance(blocks, list) or not blocks:
             raise ValueError(f"tensor {name} has no blocks")
@@ -188,7 +188,7 @@ def _tensors(tensors: dict[str, list[Block]], files: dict[str, tuple[int, str]])
     return tensors
 
 
-def full_shape(blocks: Iterable[Block]) -> tuple[int, ...]:
+def compute_full_shape(blocks: Iterable[Block]) -> tuple[int, ...]:
     """Return the shape of the tensor that these blocks make up."""
     ends = [[o + s for o, s in zip(block["offset"], block["size"], strict=True)] for block in blocks]
     return tuple(max(dimension) for dimension in zip(*ends, strict=True))
@@ -199,7 +199,7 @@ def _check_complete(name: str, blocks: list[Block]) -> None:
     places = {tuple(block["offset"]) for block in blocks}
     files = {block["file"] for block in blocks}
     stored = sum(math.prod(block["size"]) for block in blocks)
-    if len(places) < len(blocks) or len(files) < len(blocks) or stored != math.prod(full_shape(blocks)):
+    if len(places) < len(blocks) or len(files) < len(blocks) or stored != math.prod(compute_full_shape(blocks)):
         raise ValueError(f"the blocks of tensor {name} do not make one whole")
 
 
@@ -269,7 +269,7 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def checksum(file: BinaryIO) -> tuple[int, str]:
+def compute_checksum(file: BinaryIO) -> tuple[int, str]:
     """Return the size in bytes and SHA-256 of an open file."""
     digest = hashlib.sha256()
     while piece := file.read(PIECE):
@@ -282,5 +282,5 @@ def compare_with_disk(path: Path, digest: str) -> None:
     with path.open("rb") as file:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        if checksum(file)[1] != digest:
+        if compute_checksum(file)[1] != digest:
             raise OSError(f"{path} reads back differently from what was written")

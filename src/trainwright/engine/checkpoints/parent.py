@@ -7,11 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.engine.checkpoints.manifest import RECIPE, CheckpointError, Manifest, checkpoint_path, checkpoints_in
-from trainwright.errors import RequestError, error_of
+from trainwright.engine.checkpoints.manifest import (
+    RECIPE,
+    CheckpointError,
+    Manifest,
+    build_checkpoint_path,
+    list_checkpoints,
+)
+from trainwright.errors import RequestError, build_error
 from trainwright.recipe.loading import load_recipe
-from trainwright.utils.paths import user_path
-from trainwright.utils.text import quoted
+from trainwright.utils.paths import expand_user_path
+from trainwright.utils.text import quote_word
 
 if TYPE_CHECKING:
     from trainwright.engine.checkpoints.checkpoint import Checkpoint
@@ -45,20 +51,20 @@ class ParentCheckpoint:
         Raises:
             RequestError: there is no such run or checkpoint, its manifest is damaged, or it is another one than before.
         """
-        run, step, expected = _parts(reference)
+        run, step, expected = _parse_reference(reference)
         if not (run / RECIPE).is_file():
             raise RequestError(f"{KEY}: {run} is not a run: it has no {RECIPE}; name the directory of one")
-        steps = list(checkpoints_in(run / "checkpoints"))
+        steps = list(list_checkpoints(run / "checkpoints"))
         if not steps or (step is not None and step not in steps):
             there = f"it has those of steps {', '.join(map(str, steps))}" if steps else "it has none"
             raise RequestError(f"{KEY}: {run} has no checkpoint{'' if step is None else f' of step {step}'}; {there}")
         step = steps[-1] if step is None else step
         try:
-            sha256 = Manifest.read(checkpoint_path(run / "checkpoints", step)).sha256
+            sha256 = Manifest.read(build_checkpoint_path(run / "checkpoints", step)).sha256
         except CheckpointError as error:
-            raise RequestError(f"{KEY}: {error}; name another step: {quoted(str(run))}@STEP") from error
+            raise RequestError(f"{KEY}: {error}; name another step: {quote_word(str(run))}@STEP") from error
         if expected is not None and sha256 != expected:
-            path = checkpoint_path(run / "checkpoints", step)
+            path = build_checkpoint_path(run / "checkpoints", step)
             raise RequestError(f"{KEY}: {path} is not the checkpoint that this run starts from: its checksum differs")
         return cls(run, step, sha256)
 
@@ -70,18 +76,18 @@ class ParentCheckpoint:
         """
         from trainwright.engine.checkpoints.checkpoint import Checkpoint
 
-        path = checkpoint_path(self.run / "checkpoints", self.step)
+        path = build_checkpoint_path(self.run / "checkpoints", self.step)
         problem: tuple[int, str] | None = None
         if world.is_main:
             try:
                 ParentCheckpoint.of(str(self))
                 Checkpoint.open(path)
             except CheckpointError as error:
-                problem = RequestError.exit_code, f"{KEY}: {error}; name another step: {quoted(str(self.run))}@STEP"
+                problem = RequestError.exit_code, f"{KEY}: {error}; name another step: {quote_word(str(self.run))}@STEP"
             except RequestError as error:
                 problem = error.exit_code, str(error)
         if (problem := world.broadcast(problem)) is not None:
-            raise error_of(*problem)
+            raise build_error(*problem)
         return Checkpoint.open(path, verify=False)
 
 
@@ -89,8 +95,8 @@ def is_same(reference: object, of_run: object) -> bool:
     """Return whether a recipe's ``train.fork`` agrees with the resolved one of a run: it is not set, or the same."""
     if not isinstance(reference, str) or not isinstance(of_run, str):
         return reference is None
-    run, *rest = _parts(reference)
-    own_run, *own_rest = _parts(of_run)
+    run, *rest = _parse_reference(reference)
+    own_run, *own_rest = _parse_reference(of_run)
     return run == own_run and all(value in (None, own) for value, own in zip(rest, own_rest, strict=True))
 
 
@@ -112,8 +118,8 @@ def _order(recipe: RecipeSchema) -> dict[str, object]:
     }
 
 
-def _parts(reference: str) -> tuple[Path, int | None, str | None]:
+def _parse_reference(reference: str) -> tuple[Path, int | None, str | None]:
     match = _REFERENCE.fullmatch(reference)
     assert match is not None, "a text that is not empty"
     step = match["step"]
-    return user_path(match["run"]).absolute(), None if step is None else int(step), match["sha256"]
+    return expand_user_path(match["run"]).absolute(), None if step is None else int(step), match["sha256"]

@@ -27,9 +27,9 @@ from typing import Any, BinaryIO
 from urllib.parse import parse_qs, urlsplit
 
 from trainwright.engine.checkpoints.manifest import MANIFEST, CheckpointError, Manifest
-from trainwright.errors import MachineError, RequestError, TrainwrightError, writes_to
+from trainwright.errors import MachineError, RequestError, TrainwrightError, convert_write_errors
 from trainwright.utils.installation import install_command
-from trainwright.utils.paths import user_path
+from trainwright.utils.paths import expand_user_path
 
 RUN, _PARTS, ATTEMPTS = "run.json", "events", "attempts.json"
 _STEP = re.compile(r"step-([0-9]{8,})")
@@ -69,7 +69,7 @@ class RemoteStore:
         self.where, self._key = where, key
         protocol = where.partition("://")[0] if "://" in where else "file"
         try:
-            filesystem, root = fsspec.url_to_fs(where if "://" in where else str(user_path(where).absolute()))
+            filesystem, root = fsspec.url_to_fs(where if "://" in where else str(expand_user_path(where).absolute()))
         except ImportError as error:
             extra = _EXTRAS.get(protocol)
             fix = install_command(extra) if extra else "install it"
@@ -77,7 +77,7 @@ class RemoteStore:
         except ValueError as error:
             raise RequestError(f"{key}: {where} cannot be opened: {error}; correct the URL") from error
         except Exception as error:  # of any library of fsspec, which may connect here
-            raise self._in_words(error) from error
+            raise self._convert_error(error) from error
         self._files: Any = filesystem
         self._has_buckets = protocol in _BUCKETS
         self.root = f"{root.rstrip('/')}/{run}".rstrip("/")  # as fsspec names it
@@ -113,7 +113,7 @@ class RemoteStore:
         except TrainwrightError:
             raise
         except Exception as error:
-            raise self._in_words(error, unusable) from error
+            raise self._convert_error(error, unusable) from error
 
     def steps(self) -> dict[int, str]:
         """Return the names of the checkpoints here by step, complete or not."""
@@ -158,7 +158,7 @@ class RemoteStore:
             CheckpointError: it is incomplete or damaged.
             RequestError, MachineError: ``into`` cannot be written.
         """
-        with writes_to(into):
+        with convert_write_errors(into):
             into.mkdir(parents=True)
         try:
             self._fetch(f"{name}/{MANIFEST}", into / MANIFEST)
@@ -251,7 +251,7 @@ class RemoteStore:
     def _upload(self, name: str, pieces: Iterable[bytes]) -> tuple[int, str]:
         """Write a file in parts of bounded size; return its size and SHA-256."""
         digest, size = hashlib.sha256(), 0
-        with self._files.open(f"{self.root}/{name}", "wb", block_size=_part_size(pieces)) as target:
+        with self._files.open(f"{self.root}/{name}", "wb", block_size=_choose_part_size(pieces)) as target:
             for piece in pieces:
                 target.write(piece)
                 digest.update(piece)
@@ -265,7 +265,7 @@ class RemoteStore:
             raise OSError(f"{path} has {stored:,} bytes there, not {size:,}")
 
     def _fetch(self, name: str, into: Path) -> tuple[int, str]:
-        with writes_to(into):
+        with convert_write_errors(into):
             target = into.open("wb", buffering=0)
         with target:
             return self._copy(name, target)
@@ -280,7 +280,7 @@ class RemoteStore:
                 self.moved += len(piece)
         return size, digest.hexdigest()
 
-    def _in_words(self, error: Exception, unusable: type[TrainwrightError] = MachineError) -> TrainwrightError:
+    def _convert_error(self, error: Exception, unusable: type[TrainwrightError] = MachineError) -> TrainwrightError:
         kind, why = type(error).__name__, " ".join(str(error).split())
         if isinstance(error, PermissionError) or "Credential" in kind or "Forbidden" in why:
             return RequestError(
@@ -309,13 +309,13 @@ class _Pieces:
 
 def _append(piece: bytes, target: FileIO) -> None:
     """Write to a file of this machine, which has no buffer, so that a full disk fails here and not in closing it."""
-    with writes_to(Path(target.name)):
+    with convert_write_errors(Path(target.name)):
         rest = memoryview(piece)
         while rest:
             rest = rest[target.write(rest) :]
 
 
-def _part_size(pieces: Iterable[bytes]) -> int:
+def _choose_part_size(pieces: Iterable[bytes]) -> int:
     """Return the bytes per part of an upload, which is what stays in memory, a multiple of 256 KiB."""
     needed = getattr(pieces, "size", 0) // _MAX_PARTS
     return max(_LEAST_PART, -(-needed // 2**18) * 2**18)
@@ -395,7 +395,7 @@ class StoredRun:
     def begins(self, file: Path) -> bool:
         """Return whether ``file`` begins with all of the stored events. Raises OSError."""
         with file.open("rb") as own:
-            return all(_digest(_range(own, part.start, part.end)) == part.sha256 for part in self.events)
+            return all(_digest(_iterate_range(own, part.start, part.end)) == part.sha256 for part in self.events)
 
     def write_events(self, store: RemoteStore, file: Path) -> None:
         """Write the events to ``file``.
@@ -405,7 +405,7 @@ class StoredRun:
             RequestError, MachineError: ``file`` cannot be written.
             Exception: the place cannot be read; whatever its library raises.
         """
-        with writes_to(file):
+        with convert_write_errors(file):
             target = file.open("wb", buffering=0)
         with target:
             for part in self.events:
@@ -415,7 +415,7 @@ class StoredRun:
                     raise CheckpointError(f"a part of its events is missing: {error}") from error
                 if digest != part.sha256:
                     raise CheckpointError(f"{part.name} of its events is damaged (its checksum differs)")
-            with writes_to(file):
+            with convert_write_errors(file):
                 os.fsync(target.fileno())
 
 
@@ -426,16 +426,16 @@ def name_in_stores(run: Path) -> str:
         stored = json.loads((run / PLAN).read_text(encoding="utf-8")).get(STORED_AS)
     except (OSError, ValueError, AttributeError, RecursionError):
         stored = None
-    return stored if isinstance(stored, str) and stored else default_name(run)
+    return stored if isinstance(stored, str) and stored else choose_default_name(run)
 
 
-def default_name(run: Path) -> str:
+def choose_default_name(run: Path) -> str:
     """Return the name of the copies of a run that begins in this directory."""
     run = run.absolute()
     return f"{run.parent.name}-{run.name}" if run.name.isdigit() and run.parent.name else run.name
 
 
-def identity_of(run: Path) -> str:
+def compute_identity(run: Path) -> str:
     """Return what tells this run from every other: the SHA-256 of its first event. Raises OSError."""
     with (run / EVENTS).open("rb") as file:
         return hashlib.sha256(file.readline()).hexdigest()
@@ -452,7 +452,7 @@ class EventParts:
         """Rely on the parts that are in the place already, as far as they are this run's events."""
         with self._file.open("rb") as file:
             for part in stored.events:
-                if _digest(_range(file, part.start, part.end)) != part.sha256:
+                if _digest(_iterate_range(file, part.start, part.end)) != part.sha256:
                     return
                 self._parts = (*self._parts, part)
 
@@ -464,8 +464,8 @@ class EventParts:
                 parts = parts[:-1]
             start, end = parts[-1].end if parts else 0, _end_of_lines(file)
             if end > (self._parts[-1].end if self._parts else 0):
-                part = Part(start, end, _digest(_range(file, start, end)))
-                self._store.write_part(part.name, _range(file, start, end))
+                part = Part(start, end, _digest(_iterate_range(file, start, end)))
+                self._store.write_part(part.name, _iterate_range(file, start, end))
                 self._parts = (*parts, part)
         return self._parts
 
@@ -483,7 +483,7 @@ def _end_of_lines(file: BinaryIO) -> int:
     return 0
 
 
-def _range(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
+def _iterate_range(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
     file.seek(start)
     while start < end and (piece := file.read(min(_PIECE, end - start))):
         yield piece

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from trainwright.recipe.sections.fields import seconds_of
+from trainwright.recipe.sections.fields import parse_seconds
 
 # The meaning of ``checkpoint.every: auto``.
 _FIRST_SECONDS, _SECONDS, _SHARE = 120.0, 600.0, 0.02
@@ -33,10 +33,10 @@ class Saving:
         self, every: int | str | None, between: str | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._every = every
-        self._between = None if between is None else seconds_of(between)
+        self._between = None if between is None else parse_seconds(between)
         self._clock = clock
         self._since = clock()
-        self._interval = seconds_of(every) if isinstance(every, str) and every != "auto" else None
+        self._interval = parse_seconds(every) if isinstance(every, str) and every != "auto" else None
         self._first = (
             _FIRST_SECONDS if self._between is None else min(_FIRST_SECONDS, self._between * _FIRST_OF_BETWEEN)
         )
@@ -60,7 +60,7 @@ class Saving:
         """Record that a checkpoint is written from now on."""
         self._since = self._clock()
 
-    def took(self, seconds: float) -> None:
+    def record_seconds(self, seconds: float) -> None:
         """Record that a checkpoint was written; training has waited ``seconds`` for it."""
         self._failures = 0
         self._costs.append(seconds)
@@ -79,7 +79,7 @@ class Saving:
             self._interval = min(later, max(self._first, self._usual(seconds)))
 
     def _usual(self, cost: float) -> float:
-        return max(_SECONDS, cost / _SHARE) if self._between is None else best_interval(cost, self._between)
+        return max(_SECONDS, cost / _SHARE) if self._between is None else compute_best_interval(cost, self._between)
 
 
 class SlowedSteps:
@@ -104,7 +104,7 @@ class SlowedSteps:
         return max(0.0, seconds)
 
 
-def best_interval(cost: float, between: float) -> float:
+def compute_best_interval(cost: float, between: float) -> float:
     """Return the seconds between checkpoints that minimize the time lost to them and to repeated steps.
 
     The estimate of Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (2006),
@@ -120,7 +120,7 @@ def best_interval(cost: float, between: float) -> float:
     return math.sqrt(2 * cost * between) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
 
 
-def auto_reason(between: str | None) -> str:
+def explain_auto_interval(between: str | None) -> str:
     """Return the description of ``checkpoint.every: auto`` for a plan; ``between``: ``faults.mean_time_between``."""
     if between is not None:
         return (

@@ -13,7 +13,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from trainwright.engine.checkpoints.manifest import MANIFEST, CheckpointError, checkpoints_in, checksum, remove, step_of
+from trainwright.engine.checkpoints.manifest import (
+    MANIFEST,
+    CheckpointError,
+    compute_checksum,
+    list_checkpoints,
+    remove,
+    step_of,
+)
 from trainwright.engine.checkpoints.remote_store import (
     EVENTS,
     PLAN,
@@ -23,10 +30,10 @@ from trainwright.engine.checkpoints.remote_store import (
     Part,
     RemoteStore,
     StoredRun,
-    identity_of,
+    compute_identity,
     name_in_stores,
 )
-from trainwright.errors import TrainwrightError, writes_to
+from trainwright.errors import TrainwrightError, convert_write_errors
 from trainwright.utils.paths import write_file
 
 if TYPE_CHECKING:
@@ -92,7 +99,7 @@ class Copies:
             problems, self._problems = self._problems, []
         return problems
 
-    def recovered(self) -> list[str]:
+    def take_recovered(self) -> list[str]:
         """Return which places work again since the last call, a line each."""
         with self._changed:
             recovered, self._recovered = self._recovered, []
@@ -125,7 +132,7 @@ class Copies:
         if not self._stores:
             return
         with self._changed:
-            if self._waiting is not None and self._waiting.belongs_after(step):
+            if self._waiting is not None and self._waiting.is_at_or_after(step):
                 self._waiting.stack.close()
                 self._waiting = None
             for state in self._stores:
@@ -140,23 +147,23 @@ class Copies:
         Copies of step ``before`` and later ones are passed over, and those that are abandoned, which are removed.
         """
         try:
-            return self._restored(after, open_checkpoint, before)
+            return self._restore_newest(after, open_checkpoint, before)
         finally:  # not before: what is being removed cannot be read
             with self._changed:
                 abandoned = [state.abandoned.step for state in self._stores if state.abandoned.step is not None]
                 if abandoned and self._thread is None:  # otherwise it is tried before the next copy
                     self._remove_abandoned(min(abandoned))
 
-    def _restored(
+    def _restore_newest(
         self, after: int | None, open_checkpoint: Callable[[Path], Checkpoint], before: int | None
     ) -> Checkpoint | None:
-        for step, name, state in self._newest_first():
+        for step, name, state in self._iterate_newest_first():
             if after is not None and step <= after:
                 break
             if before is not None and step >= before:
                 continue
             try:
-                stored = state.stored(name)
+                stored = state.read_record(name)
                 if stored is not None and not stored.begins(self._run / EVENTS):
                     raise CheckpointError("the run has gone on elsewhere; stop it, and --resume it to go on from there")
                 if state.abandoned.has(step, stored):
@@ -167,7 +174,7 @@ class Copies:
                 self._problems.append(f"the copy of {name} in {state.store.where} cannot be used: {error}")
         return None
 
-    def _newest_first(self) -> Iterator[tuple[int, str, StoreState]]:
+    def _iterate_newest_first(self) -> Iterator[tuple[int, str, StoreState]]:
         checkpoints: list[tuple[int, str, StoreState]] = []
         for state in self._stores:
             try:
@@ -212,7 +219,7 @@ class Copies:
                         state.remove_abandoned()
                     except Exception as error:  # tried again before the next copy
                         self._failed(state, error)
-                if carried is not None and carried.belongs_after(abandoned):
+                if carried is not None and carried.is_at_or_after(abandoned):
                     carried.stores.clear()
             if upload is not None:
                 upload.stores[:] = [state for state in upload.stores if not self._copied(state, upload)]
@@ -242,14 +249,14 @@ class Copies:
     def _copied(self, state: StoreState, upload: CheckpointUpload) -> bool:
         started_at = time.monotonic()
         with self._changed:
-            if self._abandoned is not None and upload.belongs_after(self._abandoned):
+            if self._abandoned is not None and upload.is_at_or_after(self._abandoned):
                 return False
         try:
             state.remove_abandoned()
             if upload.is_model:
                 state.copy_model(upload)
             else:
-                state.copy(upload, {*checkpoints_in(self._directory), upload.step})
+                state.copy(upload, {*list_checkpoints(self._directory), upload.step})
         except Exception as error:  # of any library of fsspec; training goes on
             self._failed(state, error)
             return False
@@ -287,7 +294,7 @@ def restore(store: RemoteStore, name: str, checkpoints: Path) -> None:
         Exception: the place cannot be read; whatever its library raises.
     """
     scratch, final = checkpoints / f".state-{name}", checkpoints / name
-    with writes_to(checkpoints):
+    with convert_write_errors(checkpoints):
         checkpoints.mkdir(exist_ok=True)
         remove(scratch)
     try:
@@ -295,7 +302,7 @@ def restore(store: RemoteStore, name: str, checkpoints: Path) -> None:
     except BaseException:
         remove(scratch)
         raise
-    with writes_to(checkpoints):
+    with convert_write_errors(checkpoints):
         if final.exists() or final.is_symlink():
             final.rename(old := final.with_name(f".removing-{name}"))
             remove(old)
@@ -336,14 +343,14 @@ class CheckpointUpload:
         """Whether it is the model and no checkpoint."""
         return self.path.name == FINAL
 
-    def belongs_after(self, step: int) -> bool:
+    def is_at_or_after(self, step: int) -> bool:
         """Return whether it is a checkpoint of ``step`` or a later one."""
         return not self.is_model and self.step >= step
 
     @cached_property
     def digests(self) -> dict[str, dict[str, int | str]]:
         """Size and SHA-256 of every file of the model."""
-        return {name: _measured(file) for name, file in self.files}
+        return {name: _compute_file_record(file) for name, file in self.files}
 
 
 class Abandoned:
@@ -361,7 +368,7 @@ class Abandoned:
 
     def __init__(self, checkpoints: Path, store: RemoteStore) -> None:
         self._file, self._root, self._events = checkpoints / _ABANDONED, store.root, checkpoints.parent / EVENTS
-        self.step: int | None = _abandoned_in(self._file).get(self._root)
+        self.step: int | None = _read_abandoned(self._file).get(self._root)
 
     def add(self, step: int) -> None:
         """Abandon the copies of ``step`` and later ones."""
@@ -369,7 +376,7 @@ class Abandoned:
             self.step = step if self.step is None else min(step, self.step)
             self._write(self.step)
 
-    def removed(self, step: int) -> None:
+    def note_removal(self, step: int) -> None:
         """Report that the copies of ``step`` and later ones have been removed."""
         with _abandoning:
             if self.step == step:
@@ -384,7 +391,7 @@ class Abandoned:
         return self.step is not None and step >= self.step and (stored is None or stored.begins(self._events))
 
     def _write(self, step: int | None) -> None:
-        steps = _abandoned_in(self._file)
+        steps = _read_abandoned(self._file)
         changed = {name: value for name, value in steps.items() if name != self._root}
         if step is not None:
             changed[self._root] = step
@@ -402,7 +409,7 @@ def forget_abandoned(checkpoints: Path) -> None:
     (checkpoints / _ABANDONED).unlink(missing_ok=True)
 
 
-def _abandoned_in(file: Path) -> dict[str, int]:
+def _read_abandoned(file: Path) -> dict[str, int]:
     try:
         return {str(root): int(step) for root, step in json.loads(file.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, TypeError, AttributeError):
@@ -433,14 +440,14 @@ class StoreState:
 
         Later ones stay if they are complete: the run has gone on elsewhere, and this machine is behind.
         """
-        known = self._known_here()
-        sums = _sums(upload)
+        known = self._read_known_parts()
+        sums = _compute_sums(upload)
         parts: list[tuple[Part, ...]] = []
 
         def record() -> str:
             parts.append(self.events.write())
             recipe, plan = ((self.run / name).read_text(encoding="utf-8") for name in (RECIPE, PLAN))
-            return StoredRun(identity_of(self.run), recipe, plan, parts[-1]).text()
+            return StoredRun(compute_identity(self.run), recipe, plan, parts[-1]).text()
 
         self.store.write(upload.path.name, upload.files, sums, record)
         known[upload.path.name] = parts[-1]
@@ -449,7 +456,7 @@ class StoreState:
 
     def copy_model(self, upload: CheckpointUpload) -> None:
         """Write the model, unless the same is there. Raises what the place raises."""
-        self._known_here()
+        self._read_known_parts()
         manifest = json.dumps({"files": upload.digests}, indent=1).encode()
         if self.store.manifest(FINAL) == manifest:
             return
@@ -459,7 +466,7 @@ class StoreState:
 
     def remove(self, names: set[str]) -> None:
         """Remove checkpoints, and the parts of the events that no other one refers to. Raises what the place raises."""
-        known = self._known_here()
+        known = self._read_known_parts()
         self.store.remove(sorted(names))
         for name in names:
             known.pop(name, None)
@@ -473,20 +480,20 @@ class StoreState:
         if step is None:
             return
         names = self.store.steps()
-        self.remove({names[k] for k in names if k >= step and self.abandoned.has(k, self.stored(names[k]))})
-        self.abandoned.removed(step)
+        self.remove({names[k] for k in names if k >= step and self.abandoned.has(k, self.read_record(names[k]))})
+        self.abandoned.note_removal(step)
 
-    def stored(self, name: str) -> StoredRun | None:
+    def read_record(self, name: str) -> StoredRun | None:
         """Return the record of a checkpoint; None if it is not whole. Raises CheckpointError if it is another run's."""
         try:
             stored = StoredRun.of(self.store, name)
         except CheckpointError:
             return None
-        if stored is not None and stored.run != identity_of(self.run):
+        if stored is not None and stored.run != compute_identity(self.run):
             raise CheckpointError(f"it has copies of another run of this name ({name}); nothing is copied there")
         return stored
 
-    def _known_here(self) -> dict[str, tuple[Part, ...]]:
+    def _read_known_parts(self) -> dict[str, tuple[Part, ...]]:
         """Return the parts of the events by checkpoint. Raises CheckpointError if any is another run's.
 
         Another run may have begun with the same name since the last call, so new checkpoints are looked at each time.
@@ -494,13 +501,13 @@ class StoreState:
         names = set(self.store.steps().values())
         if self.known is not None:
             for name in names - self.known.keys():
-                if (stored := self.stored(name)) is not None:
+                if (stored := self.read_record(name)) is not None:
                     self.known[name] = stored.events
             return self.known
         events: dict[str, tuple[Part, ...]] = {}
         self.events = EventParts(self.run, self.store)
         for name in sorted(names, reverse=True):
-            if (stored := self.stored(name)) is None:
+            if (stored := self.read_record(name)) is None:
                 continue  # it is replaced or removed like any other
             if not events:
                 self.events.take_over(stored)
@@ -509,13 +516,13 @@ class StoreState:
         return events
 
 
-def _measured(file: BinaryIO) -> dict[str, int | str]:
+def _compute_file_record(file: BinaryIO) -> dict[str, int | str]:
     file.seek(0)
-    size, digest = checksum(file)
+    size, digest = compute_checksum(file)
     return {"size": size, "sha256": digest}
 
 
-def _sums(upload: CheckpointUpload) -> dict[str, tuple[int, str]]:
+def _compute_sums(upload: CheckpointUpload) -> dict[str, tuple[int, str]]:
     """Return size and SHA-256 of the files of a checkpoint, which the run may have removed meanwhile."""
     manifest = next(file for name, file in upload.files if name == MANIFEST)
     manifest.seek(0)

@@ -44,10 +44,10 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int,
     Raises:
         OSError: the disk is full or not writable, or has other bytes; a partial file may remain.
     """
-    return write_synced(path, chain([_head(tensors)], map(_tensor_bytes, tensors.values())))
+    return write_synced(path, chain([_build_header(tensors)], map(_view_tensor_bytes, tensors.values())))
 
 
-def _head(tensors: Mapping[str, torch.Tensor]) -> bytes:
+def _build_header(tensors: Mapping[str, torch.Tensor]) -> bytes:
     """Return what a file has before the bytes of its tensors, which follow one another."""
     header: dict[str, object] = {}
     end = 0
@@ -59,7 +59,7 @@ def _head(tensors: Mapping[str, torch.Tensor]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _tensor_bytes(tensor: torch.Tensor) -> memoryview:
+def _view_tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a tensor, copied if it is on a device or not contiguous."""
     flat = tensor.detach().contiguous().cpu().reshape(-1)
     return flat.view(torch.uint8).numpy().data
@@ -113,7 +113,7 @@ class Writer:
         self.usable = True
         self.copied = threading.Event()
         self.copied.set()
-        self._memory = _memory()
+        self._memory = _open_memory_file()
         self._allocation: BackgroundTask | None = None
 
     def allocate(self, size: int) -> None:
@@ -131,7 +131,7 @@ class Writer:
         for tensor in tensors.values():
             offsets.append((end, tensor.detach()))
             end += tensor.numel() * tensor.element_size()
-        begin, self.copied = _head(tensors), threading.Event()
+        begin, self.copied = _build_header(tensors), threading.Event()
         try:
             self._copy((offset, tensor) for offset, tensor in offsets if tensor.data_ptr() in changing)
         except OSError:
@@ -172,7 +172,7 @@ class Writer:
                 flat = tensor.contiguous().reshape(-1)
                 step = _COPIED_PIECE // flat.element_size()
                 for begin in range(0, flat.numel(), step):
-                    data = _tensor_bytes(flat[begin : begin + step])
+                    data = _view_tensor_bytes(flat[begin : begin + step])
                     while data:
                         count = os.pwrite(self._memory, data, offset)
                         data, offset = data[count:], offset + count
@@ -190,7 +190,7 @@ class Writer:
             offset += count
 
 
-def _memory() -> int:
+def _open_memory_file() -> int:
     """Return the descriptor of a file in memory; of a temporary file where there are none."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("checkpoint")

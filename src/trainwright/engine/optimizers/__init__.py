@@ -1,1 +1,1 @@
-"""Optimizers: each as `optimizer_factory` of engine/optimizer.py makes it."""
+"""Optimizers: each as `build_optimizer_factory` of engine/optimizer.py makes it."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.engine.optimizer import parameter_groups
+from trainwright.engine.optimizer import build_parameter_groups
 from trainwright.parallel.strategy import RowShards
 from trainwright.recipe.schema import OptimizerSection
 
@@ -26,7 +26,7 @@ class Adafactor(Optimizer):
     """
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection) -> None:
-        super().__init__(parameter_groups(named, section), {"lr": section.learning_rate})
+        super().__init__(build_parameter_groups(named, section), {"lr": section.learning_rate})
         self._shards: RowShards | None = None
 
     def divide(self, shards: RowShards) -> None:
@@ -68,7 +68,7 @@ class Adafactor(Optimizer):
                 self._begin(parameter, state)
             state["step"] += 1
             keep = 1.0 - float(state["step"]) ** _DECAY
-            square = self._gradient(parameter).square().add_(_EPS)
+            square = self._require_gradient(parameter).square().add_(_EPS)
             if "square" in state:
                 state["square"].mul_(keep).add_(square, alpha=1 - keep)
                 continue
@@ -102,12 +102,12 @@ class Adafactor(Optimizer):
 
     def _update(self, parameter: nn.Parameter, mean: torch.Tensor | None) -> torch.Tensor:
         """Return the gradient divided by the root of its second moment."""
-        state, grad = self.state[parameter], self._gradient(parameter)
+        state, grad = self.state[parameter], self._require_gradient(parameter)
         if mean is None:
             return state["square"].rsqrt().mul_(grad)
         return (state["rows"] / mean).rsqrt_().unsqueeze(-1) * state["columns"].unsqueeze(-2).rsqrt() * grad
 
-    def _gradient(self, parameter: nn.Parameter) -> torch.Tensor:
+    def _require_gradient(self, parameter: nn.Parameter) -> torch.Tensor:
         assert parameter.grad is not None
         return parameter.grad
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainwright.engine.optimizer import parameter_groups
+from trainwright.engine.optimizer import build_parameter_groups
 from trainwright.errors import RequestError
 from trainwright.parallel.strategy import RowShards
 from trainwright.recipe.optimizer_spec import BLOCK, SMALLEST
@@ -43,7 +43,7 @@ class EightBit(Optimizer):
     def __init__(self, named: list[tuple[str, nn.Parameter]], section: OptimizerSection, kernel: str) -> None:
         from bitsandbytes import functional
 
-        super().__init__(parameter_groups(named, section), {"lr": section.learning_rate})
+        super().__init__(build_parameter_groups(named, section), {"lr": section.learning_rate})
         self._functional, self._kernel = functional, kernel
         self._betas, self._eps = section.betas, section.eps
         self._names = {parameter: name for name, parameter in named}
@@ -90,7 +90,8 @@ class EightBit(Optimizer):
             return
         self._functional.optimizer_update_8bit_blockwise(
             self._kernel, grad, parameter, one, two, first, second, 0.0, 0.0, self._eps,
-            qmap1=self._code(parameter.device, 1), qmap2=None if two is None else self._code(parameter.device, 2),
+            qmap1=self._choose_code(parameter.device, 1),
+            qmap2=None if two is None else self._choose_code(parameter.device, 2),
             absmax1=state["absmax1"], absmax2=state.get("absmax2"), **common,
         )  # fmt: skip
 
@@ -104,7 +105,7 @@ class EightBit(Optimizer):
                 blocks = -(-parameter.numel() // BLOCK)
                 state[f"absmax{number}"] = torch.zeros(blocks, dtype=torch.float32, device=parameter.device)
 
-    def _code(self, device: torch.device, number: int) -> torch.Tensor:
+    def _choose_code(self, device: torch.device, number: int) -> torch.Tensor:
         """Return the 256 values of a state: with signs for the first moment, without for the second."""
         if (device, number) not in self._codes:
             self._codes[device, number] = self._functional.create_dynamic_map(signed=number == 1).to(device)

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from trainwright.engine.optimizer import parameter_groups
+from trainwright.engine.optimizer import build_parameter_groups
 from trainwright.parallel.matrix_exchange import MatrixExchange
-from trainwright.parallel.matrix_owners import ITERATIONS, is_matrix, stacks
+from trainwright.parallel.matrix_owners import ITERATIONS, group_into_stacks, is_matrix
 from trainwright.recipe.schema import OptimizerSection
 
 # Coefficients of the quintic Newton-Schulz iteration.
@@ -29,7 +29,7 @@ class OfMatrices(Optimizer):
     """Update the matrices of blocks by ``_update_matrices``, and embeddings, the head and vectors by AdamW."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], section: OptimizerSection) -> None:
-        groups = parameter_groups(named, section, lambda name, parameter: is_matrix(name, parameter.dim()))
+        groups = build_parameter_groups(named, section, lambda name, parameter: is_matrix(name, parameter.dim()))
         super().__init__(groups, {"lr": section.learning_rate})
         self._adamw: AdamW | None = None
         if plain := [group for group in self.param_groups if not group["kind"]]:
@@ -75,43 +75,43 @@ class Muon(OfMatrices):
             if "momentum_buffer" not in self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         if parameters:
-            torch._foreach_lerp_(self._momenta(parameters), _grads(parameters), 1 - self._momentum)
+            torch._foreach_lerp_(self._list_momenta(parameters), _list_gradients(parameters), 1 - self._momentum)
         if self.exchange is None:
             shapes = [(parameter.shape[0], parameter.shape[1]) for parameter in parameters]
-            for indices in stacks(shapes, on_gpu=bool(parameters) and parameters[0].device.type != "cpu"):
+            for indices in group_into_stacks(shapes, on_gpu=bool(parameters) and parameters[0].device.type != "cpu"):
                 stack = [parameters[index] for index in indices]
                 yield [*stack], list(_update(self._stacked(stack)).to(stack[0].dtype).unbind())
             return
-        dtype = _working_dtype(self.exchange.device)
+        dtype = _choose_working_dtype(self.exchange.device)
         for those, updates in self.exchange(parameters, self._ahead, _update, dtype):
             yield [*those], [u.to(p.device, p.dtype) for p, u in zip(those, updates, strict=True)]
 
     def _stacked(self, parameters: list[nn.Parameter]) -> torch.Tensor:
         """Return what the updates of parameters of one shape [m, n] are computed from, as [count, m, n]."""
         first = parameters[0]
-        stack = first.new_empty((len(parameters), *first.shape), dtype=_working_dtype(first.device))
+        stack = first.new_empty((len(parameters), *first.shape), dtype=_choose_working_dtype(first.device))
         torch._foreach_copy_(list(stack.unbind()), self._ahead(parameters))
         return stack
 
-    def _momenta(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+    def _list_momenta(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
         return [self.state[parameter]["momentum_buffer"] for parameter in parameters]
 
     def _ahead(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
         """Return the gradients moved on by their momenta (Nesterov)."""
-        ahead = torch._foreach_lerp(_grads(parameters), self._momenta(parameters), self._momentum)
+        ahead = torch._foreach_lerp(_list_gradients(parameters), self._list_momenta(parameters), self._momentum)
         return list(ahead)
 
 
-def _grads(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
+def _list_gradients(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
+def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     """Return a matrix with the singular vectors of ``matrix`` [..., m, n] and singular values near 1 (Newton-Schulz).
 
     In bf16 on a GPU, as its authors do; in fp32 on a CPU.
     """
-    work = matrix.to(_working_dtype(matrix.device))
+    work = matrix.to(_choose_working_dtype(matrix.device))
     tall = work.shape[-2] > work.shape[-1]
     work = work.mT if tall else work
     work = work / torch.linalg.vector_norm(work, dim=(-2, -1), keepdim=True).clamp(min=1e-7)
@@ -124,9 +124,9 @@ def orthogonalized(matrix: torch.Tensor) -> torch.Tensor:
     return work.mT if tall else work
 
 
-def _working_dtype(device: torch.device) -> torch.dtype:
+def _choose_working_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def _update(matrix: torch.Tensor) -> torch.Tensor:
-    return orthogonalized(matrix) * (_LIKE_ADAMW * math.sqrt(max(matrix.shape[-2:])))
+    return orthogonalize(matrix) * (_LIKE_ADAMW * math.sqrt(max(matrix.shape[-2:])))

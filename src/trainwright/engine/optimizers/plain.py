@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from trainwright.engine.optimizer import parameter_groups
+from trainwright.engine.optimizer import build_parameter_groups
 from trainwright.recipe.schema import OptimizerSection
 
 Named = Iterable[tuple[str, nn.Parameter]]
@@ -18,26 +18,30 @@ Named = Iterable[tuple[str, nn.Parameter]]
 def adamw(named: Named, section: OptimizerSection) -> Optimizer:
     """Return torch's AdamW. Vectors (norms, biases) have no weight decay: shrinking them toward zero is not useful."""
     return AdamW(
-        parameter_groups(named, section), lr=section.learning_rate, betas=section.betas, eps=section.eps, fused=True
+        build_parameter_groups(named, section),
+        lr=section.learning_rate,
+        betas=section.betas,
+        eps=section.eps,
+        fused=True,
     )
 
 
 def sgd(named: Named, section: OptimizerSection) -> Optimizer:
     """Return torch's SGD, whose weight decay is added to the gradient."""
-    groups = parameter_groups(named, section)
+    groups = build_parameter_groups(named, section)
     return torch.optim.SGD(groups, section.learning_rate, section.momentum, nesterov=section.nesterov)
 
 
 def rmsprop(named: Named, section: OptimizerSection) -> Optimizer:
     """Return torch's RMSprop with its alpha of 0.99, whose weight decay is added to the gradient."""
-    return torch.optim.RMSprop(parameter_groups(named, section), section.learning_rate, eps=section.eps)
+    return torch.optim.RMSprop(build_parameter_groups(named, section), section.learning_rate, eps=section.eps)
 
 
 class Elementwise(Optimizer):
     """An optimizer that updates one parameter after another, by ``_update``."""
 
     def __init__(self, named: Named, section: OptimizerSection) -> None:
-        super().__init__(parameter_groups(named, section), {"lr": section.learning_rate})
+        super().__init__(build_parameter_groups(named, section), {"lr": section.learning_rate})
         self._betas, self._eps = section.betas, section.eps
 
     @torch.no_grad()

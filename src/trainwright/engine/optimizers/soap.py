@@ -52,10 +52,10 @@ class Soap(OfMatrices):
         state["step"] += 1
         step = int(state["step"])
         mean.lerp_(grad, 1 - first)
-        rotated = _rotated(grad, state)
+        rotated = _rotate_matrix(grad, state)
         square.mul_(second).addcmul_(rotated, rotated, value=1 - second)
         root = square.div(1 - second**step).sqrt_().add_(self._eps)
-        update = _rotated(_rotated(mean, state).div_(root), state, back=True)
+        update = _rotate_matrix(_rotate_matrix(mean, state).div_(root), state, back=True)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
         weight.add_(update, alpha=-group["lr"] / (1 - first**step))
 
@@ -81,7 +81,7 @@ def _refresh(preconditioner: torch.Tensor, basis: torch.Tensor) -> None:
     basis.copy_(torch.linalg.qr(product).Q)
 
 
-def _rotated(matrix: torch.Tensor, state: State, *, back: bool = False) -> torch.Tensor:
+def _rotate_matrix(matrix: torch.Tensor, state: State, *, back: bool = False) -> torch.Tensor:
     """Return a matrix [m, n] in the bases of its sides, or back in that of the weights, as a new tensor."""
     left, right = state.get("left_basis"), state.get("right_basis")
     if left is not None:

@@ -23,7 +23,7 @@ from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import World
 from trainwright.recipe.loading import dump_recipe
 from trainwright.recipe.schema import RecipeSchema
-from trainwright.utils.text import ranks_in_words
+from trainwright.utils.text import format_ranks
 
 
 class RankReport(NamedTuple):
@@ -174,7 +174,7 @@ def check_skips(step: int, policies: Sequence[StepPolicy], skipped: Sequence[boo
     for policy, of_ranks in zip(with_skips, zip(*world.gather_floats(decided), strict=True), strict=True):
         if len(set(of_ranks)) > 1:
             ranks = ([rank for rank, skip in enumerate(of_ranks) if bool(skip) is kind] for kind in (True, False))
-            skipping, others = map(ranks_in_words, ranks)
+            skipping, others = map(format_ranks, ranks)
             raise TrainingError(
                 f"the step policy {type(policy).__module__}:{type(policy).__qualname__} skips the update of step "
                 f"{step} on {skipping} and not on {others}; its method skips must return the same on every rank. "
@@ -189,7 +189,7 @@ def check_steps(steps: Sequence[int]) -> None:
     usual = Counter(steps).most_common(1)[0][0]
     others = [rank for rank, step in enumerate(steps) if step != usual]
     raise TrainingError(
-        f"{ranks_in_words(others)} computed step {steps[others[0]]} when the other ranks computed step {usual}: a step "
+        f"{format_ranks(others)} computed step {steps[others[0]]} when the other ranks computed step {usual}: a step "
         "policy repeated or added a pass on some ranks only. Its methods before and again must do the same on every "
         "rank. Correct it, and --resume"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from trainwright.data.stream.stream import GlobalBatch
 from trainwright.engine.events import Fault
-from trainwright.engine.out_of_memory import MemoryShortage, OutOfMemory, attempt, release
+from trainwright.engine.out_of_memory import MemoryShortage, OutOfMemory, catch_shortage, release
 from trainwright.engine.policies.base import StepGradients, StepPolicy, TrainingContext
 from trainwright.parallel.strategy import Independent
 from trainwright.parallel.world import World
@@ -36,7 +36,7 @@ class Halving(StepPolicy):
         """
         if not self.enabled or not isinstance(self._strategy, Independent):
             raise self.error(step, batch, shortage)
-        if isinstance(again := attempt(self._strategy.abandon_step), MemoryShortage):
+        if isinstance(again := catch_shortage(self._strategy.abandon_step), MemoryShortage):
             raise self.error(step, batch, again)
 
     def again(self, step: int, gradients: StepGradients) -> GlobalBatch | None:
@@ -54,17 +54,17 @@ class Halving(StepPolicy):
         if batch.rows == 1:
             self._report(step, rank, shortage, "stop")
             raise self.error(step, batch, shortage, rank)
-        rows = halved(batch.rows)
+        rows = halve_rows(batch.rows)
         for stream in (self._task.stream, self._task.validation):
             if stream is not None:
                 stream.limit_rows(rows)
         divided = self._task.stream.global_batch(step - 1)
-        before, after = (len(whole.for_rank(0, self._world.size)) for whole in (batch, divided))
+        before, after = (len(whole.select_for_rank(0, self._world.size)) for whole in (batch, divided))
         change = f"micro-batch {batch.rows} -> {rows}, accumulation {before} -> {after}"
         self._report(step, rank, shortage, f"{change}; step {step} is repeated")
         training = self.training
-        training.recipe = with_rows(training.recipe, rows)
-        training.recipe_text = training.keep_recipe(training.recipe, reason(rows, batch.rows, step))
+        training.recipe = set_rows(training.recipe, rows)
+        training.recipe_text = training.keep_recipe(training.recipe, explain_halving(rows, batch.rows, step))
         return divided
 
     def evaluation(self, step: int, own: MemoryShortage | None) -> bool:
@@ -86,18 +86,18 @@ class Halving(StepPolicy):
         if rows == 1:
             self._report(step, rank, shortage, "stop")
             raise self.error(step, self._task.validation.global_batch(0), shortage, rank)
-        self._task.validation.limit_rows(halved(rows))
-        action = f"validation in micro-batches of {halved(rows)} instead of {rows}; it is repeated"
+        self._task.validation.limit_rows(halve_rows(rows))
+        action = f"validation in micro-batches of {halve_rows(rows)} instead of {rows}; it is repeated"
         self._report(step, rank, shortage, action)
         return True
 
     def error(self, step: int, batch: GlobalBatch, shortage: MemoryShortage, rank: int | None = None) -> OutOfMemory:
         """Return the error that ends the run, with what to change. ``rank`` ran out of memory; None: this one."""
         recipe = self.training.recipe
-        rows = rows_of(recipe, batch.rows)
+        rows = count_rows(recipe, batch.rows)
         message = (
             f"memory ran out on rank {self._world.rank if rank is None else rank} at step {step} with micro-batches of "
-            f"{rows} row{'s' * (rows > 1)}: {shortage.detail}; {remedy(recipe, rows)}"
+            f"{rows} row{'s' * (rows > 1)}: {shortage.detail}; {describe_remedy(recipe, rows)}"
         )
         return OutOfMemory(message, detail=shortage.detail, step=step, rows=rows)
 
@@ -115,7 +115,7 @@ class Halving(StepPolicy):
         return next((rank, shortage) for rank, shortage in enumerate(shortages) if shortage is not None)
 
 
-def rows_of(recipe: RecipeSchema, rows: int | None = None) -> int:
+def count_rows(recipe: RecipeSchema, rows: int | None = None) -> int:
     """Return the rows of the largest micro-batches: ``rows`` in a step, or else the maximum by the recipe."""
     train, processes = recipe.train, recipe.parallel.processes
     max_rows = train.global_batch_size
@@ -126,27 +126,27 @@ def rows_of(recipe: RecipeSchema, rows: int | None = None) -> int:
     return max_rows if rows is None else min(rows, max_rows)
 
 
-def halved(rows: int) -> int:
+def halve_rows(rows: int) -> int:
     """Half of the rows of a micro-batch, rounded up."""
     return -(-rows // 2)
 
 
-def with_rows(recipe: RecipeSchema, rows: int) -> RecipeSchema:
+def set_rows(recipe: RecipeSchema, rows: int) -> RecipeSchema:
     """Return the recipe with micro-batches of ``rows`` rows and the gradient accumulation to match."""
     train = recipe.train.model_copy(update={"micro_batch_size": rows, "gradient_accumulation_steps": "auto"})
     return recipe.model_copy(update={"train": train})
 
 
-def reason(rows: int, before: int, step: int | None) -> str:
+def explain_halving(rows: int, before: int, step: int | None) -> str:
     """Return the reason for the plan why a run continues with micro-batches of ``rows`` rows."""
     where = "" if step is None else f" at step {step}"
     return f"train.micro_batch_size {rows}: {before} ran out of memory{where}"
 
 
-def remedy(recipe: RecipeSchema, rows: int) -> str:
+def describe_remedy(recipe: RecipeSchema, rows: int) -> str:
     """Return how to fix micro-batches that are too large: what a resumed run can change, and what needs a new run."""
     if rows > 1:
-        return f"resume with train.micro_batch_size={halved(rows)}"
+        return f"resume with train.micro_batch_size={halve_rows(rows)}"
     keys = []
     if recipe.train.activation_checkpointing != "full":
         keys.append("train.activation_checkpointing=full")

@@ -71,11 +71,11 @@ class Profiling(StepPolicy):
             self._begin(self._first)
         elif self._recording is not None and step >= self._last:
             recording, self._recording = self._recording, None
-            heartbeat.phase("profile writing", step)
+            heartbeat.begin_phase("profile writing", step)
             self._write(recording, step)
 
     def _begin(self, step: int) -> None:
-        heartbeat.phase("profile", step)
+        heartbeat.begin_phase("profile", step)
         self._began = step
         self._recording = _Recording(self.training.world.device)
 
@@ -105,7 +105,7 @@ class Profiling(StepPolicy):
             message = f"train.profile: the trace of steps {self._began} to {step} could not be written: {error}"
             self.training.events.emit(Notice(message=message))
             return
-        rows = _slowest([operators for _, operators, _ in ranks])
+        rows = _select_slowest([operators for _, operators, _ in ranks])
         snapshots = [Path(path) for _, _, path in ranks if path is not None]
         self.training.events.emit(Profile(first=self._began, step=step, path=merged, operators=rows, memory=snapshots))
 
@@ -123,7 +123,7 @@ class _Recording:
         if self._has_memory:
             torch.cuda.memory._record_memory_history(max_entries=_MEMORY_EVENTS)
         self._profile.start()
-        self._own = heartbeat.own()
+        self._own = heartbeat.find_own_heartbeat()
         if self._own is not None:
             self._own.changed = self._mark
 
@@ -179,7 +179,7 @@ class _Recording:
         return True
 
 
-def _slowest(ranks: Sequence[Sequence[Operator]]) -> list[dict[str, Any]]:
+def _select_slowest(ranks: Sequence[Sequence[Operator]]) -> list[dict[str, Any]]:
     """Return the operators that took most time over all ranks."""
     sums: dict[str, Operator] = {}
     for operator in itertools.chain.from_iterable(ranks):
@@ -208,10 +208,10 @@ def merge(traces: Sequence[Path], merged: Path) -> None:
             # Every trace counts from a time of its own, in nanoseconds since the epoch.
             start = int(trace.get("baseTimeNanoseconds", 0))
             base = start if base is None else base
-            for event in _of_rank(trace["traceEvents"], rank, (start - base) / 1000):
+            for event in _iterate_rank_events(trace["traceEvents"], rank, (start - base) / 1000):
                 file.write(separator + json.dumps(event))
                 separator = ",\n"
-            heartbeat.progress()
+            heartbeat.report_progress()
         file.write("\n]}\n")
     unfinished.replace(merged)
     for path in traces:
@@ -219,15 +219,15 @@ def merge(traces: Sequence[Path], merged: Path) -> None:
             path.unlink()
 
 
-def _of_rank(events: Iterable[dict[str, Any]], rank: int, shift: float) -> Iterator[dict[str, Any]]:
+def _iterate_rank_events(events: Iterable[dict[str, Any]], rank: int, shift: float) -> Iterator[dict[str, Any]]:
     """Yield the events of a rank's trace as those of one process of the merged one; ``shift``: microseconds."""
     process = rank * _OF_RANK
     numbers: dict[tuple[str, str], int] = {}  # of tracks: by process and thread in the trace of the rank
     names: dict[tuple[str, str], str] = {}
-    yield _named("process_name", process, 0, f"rank {rank}")
+    yield _build_name_event("process_name", process, 0, f"rank {rank}")
     yield {"ph": "M", "name": "process_sort_index", "pid": process, "tid": 0, "args": {"sort_index": rank}}
     phases = process  # the first thread of the process
-    yield _named("thread_name", process, phases, "phases")
+    yield _build_name_event("thread_name", process, phases, "phases")
     for event in events:
         kind, name = event.get("ph"), str(event.get("name", ""))
         if kind == "M":
@@ -245,8 +245,8 @@ def _of_rank(events: Iterable[dict[str, Any]], rank: int, shift: float) -> Itera
         track = str(event.get("pid")), str(event.get("tid"))
         yield {**moved, "tid": numbers.setdefault(track, process + 1 + len(numbers))}
     for track, number in numbers.items():
-        yield _named("thread_name", process, number, names.get(track, " ".join(track)))
+        yield _build_name_event("thread_name", process, number, names.get(track, " ".join(track)))
 
 
-def _named(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
+def _build_name_event(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}

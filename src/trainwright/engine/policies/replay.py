@@ -18,8 +18,8 @@ from torch import nn
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
 from trainwright.engine.events import Fault
 from trainwright.engine.policies.base import Corrupted, RewindRequested, StepPolicy, TrainingContext
-from trainwright.models.files import checksum
-from trainwright.utils.text import ranks_in_words
+from trainwright.models.files import compute_checksum
+from trainwright.utils.text import format_ranks
 
 _FACTOR = 1_000_003  # so that exchanging two tensors changes the checksum of all
 _PART, _MAX_PARTS = 4096, 256  # elements; how many are kept for the comparison
@@ -76,19 +76,19 @@ class Replay(StepPolicy):
             self._first = step
         return self._every is not None and step % self._every == 0
 
-    def of_other_rank(self, batch: GlobalBatch) -> MicroBatch:
+    def select_neighbor_batch(self, batch: GlobalBatch) -> MicroBatch:
         """Return the micro-batch of the next rank that this rank computes too."""
         world = self.training.world
-        return batch.for_rank((world.rank + 1) % world.size, world.size)[0]
+        return batch.select_for_rank((world.rank + 1) % world.size, world.size)[0]
 
     @contextmanager
-    def recorded(self, *, own: bool) -> Iterator[list[torch.Tensor]]:
+    def record_pass(self, *, own: bool) -> Iterator[list[torch.Tensor]]:
         """Record the forward pass of a micro-batch; the caller appends its loss to the list."""
         hooks = [block.register_forward_hook(self._record) for block in self._blocks]
         loss: list[torch.Tensor] = []
         try:
             yield loss
-            self._recorded[own] = torch.stack([checksum(output) for output in (*self._outputs, *loss)])
+            self._recorded[own] = torch.stack([compute_checksum(output) for output in (*self._outputs, *loss)])
         finally:
             for hook in hooks:
                 hook.remove()
@@ -108,7 +108,7 @@ class Replay(StepPolicy):
         world, passes = self.training.world, self._take()
         self.compare_weights(step)
         everyone: list[Passes] = world.gather(passes, Passes)
-        if self._compares_passes and (wrong := _mismatches(everyone)):
+        if self._compares_passes and (wrong := _find_mismatches(everyone)):
             again()
             second: list[Passes] = world.gather(self._take(), Passes)
             again()
@@ -122,13 +122,13 @@ class Replay(StepPolicy):
             return
         weights: list[tuple[int, int]] = world.gather((self._checksum(frozen=True), self._checksum(frozen=False)))
         if len(set(weights)) > 1:
-            ranks = _odd_ones(weights) or range(world.size)
+            ranks = _find_odd_ones(weights) or range(world.size)
             if len({frozen for frozen, _ in weights}) > 1:
                 self._end(_WEIGHTS, ranks, f"the frozen weights of the ranks differ at step {step}", step)
-            self._suspected[step] = self._differing()
+            self._suspected[step] = self._find_differing()
             self._fail(_WEIGHTS, ranks, f"the weights of the ranks differ at step {step}", step)
-        if ranks := self._farthest(self._suspected.pop(step, [])):
-            detail = f"the weights of {ranks_in_words(ranks)} were wrong at step {step}, before the run went back"
+        if ranks := self._find_farthest(self._suspected.pop(step, [])):
+            detail = f"the weights of {format_ranks(ranks)} were wrong at step {step}, before the run went back"
             self._report(_WEIGHTS, ranks, detail, "continue", step)
 
     def _judge(
@@ -144,33 +144,31 @@ class Replay(StepPolicy):
             suspects = [{rank, (rank - 1) % len(first)} for rank in wrong]
             ranks = sorted(set.intersection(*suspects) or set.union(*suspects))
             why = "again and again" if second == third else "and not the same when repeated"
-            detail = f"{ranks_in_words(ranks)} and another rank compute step {step} differently, {why}"
+            detail = f"{format_ranks(ranks)} and another rank compute step {step} differently, {why}"
             if self.training.recipe.faults.on_corruption == "stop":
                 self._end(_PASS, ranks, detail, step)
             self._compares_passes = False
             self._report(_PASS, ranks, detail, "continue; only weights are compared from now on", step)
             return
-        self._fail(
-            _PASS, changed, f"{ranks_in_words(changed)} computed step {step} wrongly: repeated, it is right", step
-        )
+        self._fail(_PASS, changed, f"{format_ranks(changed)} computed step {step} wrongly: repeated, it is right", step)
 
     def _fail(self, kind: str, ranks: Sequence[int], detail: str, step: int) -> None:
         self._failed[step] += 1
         if self._failed[step] > 1 or self.training.recipe.faults.on_corruption == "stop":
             self._end(kind, ranks, detail + ", again" * (self._failed[step] > 1), step)
         raise RewindRequested(
-            kind, ranks[0], f"{detail} ({ranks_in_words(ranks)})", leave_out=False, before=self.trusted_before
+            kind, ranks[0], f"{detail} ({format_ranks(ranks)})", leave_out=False, before=self.trusted_before
         )
 
     def _end(self, kind: str, ranks: Sequence[int], detail: str, step: int) -> None:
         """End the run. Frozen weights are in no checkpoint, and loaded again when the run is resumed."""
         unknown = " (one of them, it is not known which)" if len(ranks) > 1 else ""
-        self._report(kind, ranks, f"{detail}: {ranks_in_words(ranks)}{unknown}", "stop", step)
+        self._report(kind, ranks, f"{detail}: {format_ranks(ranks)}{unknown}", "stop", step)
         remove = ""
         if (since := self.trusted_before) is not None:
             remove = f"remove the checkpoints of step {since} and later ones, in checkpoint.copies too, "
         raise Corrupted(
-            f"training stopped: {detail}: {ranks_in_words(ranks)}{unknown}; {remove}test the memory and the processor, "
+            f"training stopped: {detail}: {format_ranks(ranks)}{unknown}; {remove}test the memory and the processor, "
             "then --resume"
         )
 
@@ -185,7 +183,7 @@ class Replay(StepPolicy):
         """Return the checksum of this rank's copy of the frozen or the trained weights."""
         total: torch.Tensor | int = 0  # of no tensor, it is not read from the device, for which the host would wait
         for _, tensor in self._copies(frozen=frozen):
-            total = total * _FACTOR + checksum(tensor)
+            total = total * _FACTOR + compute_checksum(tensor)
         return int(total)
 
     def _copies(self, *, frozen: bool) -> Iterator[tuple[str, torch.Tensor]]:
@@ -203,22 +201,22 @@ class Replay(StepPolicy):
             if name not in computing or tensor.data_ptr() != computing[name].data_ptr():
                 yield f"{name}, in master precision", tensor
 
-    def _differing(self) -> list[_Differing]:
+    def _find_differing(self) -> list[_Differing]:
         """Return the parts of weights in which the ranks differ, with the values of all ranks."""
         world, differences = self.training.world, list[_Differing]()
         weights = dict(self._copies(frozen=False))
-        sums: list[list[int]] = world.gather([int(checksum(weight)) for weight in weights.values()])
+        sums: list[list[int]] = world.gather([int(compute_checksum(weight)) for weight in weights.values()])
         for index, (name, weight) in enumerate(weights.items()):
             if len({of_rank[index] for of_rank in sums}) == 1:
                 continue
             parts = weight.detach().reshape(-1).split(_PART)
-            of_parts: list[list[int]] = world.gather([int(checksum(part)) for part in parts])
+            of_parts: list[list[int]] = world.gather([int(compute_checksum(part)) for part in parts])
             for number, part in enumerate(parts):
                 if len({of_rank[number] for of_rank in of_parts}) > 1 and len(differences) < _MAX_PARTS:
                     differences.append(_Differing(name, number, torch.stack(world.gather(part.cpu()))))
         return differences
 
-    def _farthest(self, before: Sequence[_Differing]) -> list[int]:
+    def _find_farthest(self, before: Sequence[_Differing]) -> list[int]:
         """Return the ranks whose weights differed most from what they are now, at the same step.
 
         After a wrong weight the gradients of all ranks are wrong, so the other ranks differ too, by much less.
@@ -239,11 +237,11 @@ class Replay(StepPolicy):
             self._outputs.append(first.detach())
 
 
-def _odd_ones(values: Sequence[Hashable]) -> list[int]:
+def _find_odd_ones(values: Sequence[Hashable]) -> list[int]:
     """Return the ranks whose value is not that of most ranks; empty without a majority."""
     value, count = Counter(values).most_common(1)[0]
     return [rank for rank, own in enumerate(values) if own != value] if 2 * count > len(values) else []
 
 
-def _mismatches(everyone: Sequence[Passes]) -> list[int]:
+def _find_mismatches(everyone: Sequence[Passes]) -> list[int]:
     return [rank for rank, passes in enumerate(everyone) if passes.own != everyone[rank - 1].other]

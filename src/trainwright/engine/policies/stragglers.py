@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from trainwright.engine.events import Notice
 from trainwright.engine.policies.base import StepGradients, StepPolicy, TrainingContext
-from trainwright.machine.slowdowns import Slowdown, in_words
+from trainwright.machine.slowdowns import Slowdown, describe_causes
 from trainwright.machine.usage import OwnProcess
 from trainwright.utils import heartbeat
 
@@ -106,8 +106,8 @@ class RankComparison:
         return self._judge()
 
     def _judge(self) -> Straggler | None:
-        of_ranks = _without_outliers(np.array(self._totals))
-        rank, steps = _slowest(of_ranks)
+        of_ranks = _replace_outliers(np.array(self._totals))
+        rank, steps = _find_slowest(of_ranks)
         # Of a few numbers, Python's own functions take a fraction of the time.
         blocks: list[float] = steps.reshape(_BLOCKS, _BLOCK).mean(axis=1).tolist()
         mean = sum(blocks) / _BLOCKS
@@ -116,7 +116,7 @@ class RankComparison:
         if abs(mean) < _SLOWER:
             if self.taken % WINDOW == 0:
                 self._noise.append(spread)
-            self._usual.append(float(_without_outliers(np.array(self._walls)).mean()))
+            self._usual.append(float(_replace_outliers(np.array(self._walls)).mean()))
         errors = _ERRORS * spread / _BLOCKS**0.5, _USUAL_ERRORS * usual / _BLOCKS**0.5
         without_largest = (sum(blocks) - max(blocks)) / (_BLOCKS - 1)
         if mean > errors[0] and without_largest > max(_SLOWER, errors[1]) and min(blocks) > _RECOVERED:
@@ -131,18 +131,18 @@ class RankComparison:
     ) -> Straggler:
         late = slice(WINDOW // 2, None)  # it may have become slow within the window
         lost = (seconds[late, rank] - np.delete(seconds[late], rank, axis=1).max(axis=1)).sum(axis=0)
-        step_seconds = float(_without_outliers(np.array(self._walls)[late]).mean())  # such as an evaluation in between
+        step_seconds = float(_replace_outliers(np.array(self._walls)[late]).mean())  # such as an evaluation in between
         own, others = of_ranks[late, rank].mean(), np.delete(of_ranks[late], rank, axis=1).max(axis=1).mean()
         waited = step_seconds - float(own - others)  # the others have waited this long, whatever steps took before
         usual = (
             statistics.median(self._usual)
             if self._usual
-            else step_seconds - self._delay(of_ranks[late], rank, step_seconds)
+            else step_seconds - self._estimate_delay(of_ranks[late], rank, step_seconds)
         )
         without = min(usual, waited)
         return Straggler(rank, list(_PHASES)[int(lost.argmax())], slower, max(0.0, 1 - without / step_seconds))
 
-    def _delay(self, of_ranks: NDArray[np.float64], rank: int, step_seconds: float) -> float:
+    def _estimate_delay(self, of_ranks: NDArray[np.float64], rank: int, step_seconds: float) -> float:
         """Return the seconds of a step by which a rank delays the others, which have never been seen without it."""
         own, others = of_ranks[:, rank].mean(), np.delete(of_ranks, rank, axis=1).max(axis=1).mean()
         # A processor that computes slowly exchanges slowly, too.
@@ -150,14 +150,14 @@ class RankComparison:
         return float(own - others + exchange)
 
 
-def _without_outliers(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+def _replace_outliers(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return seconds with those far above the median replaced by the highest that count."""
     ordered = np.sort(seconds, axis=None)  # several times faster than np.median on arrays of this size
     middle = ordered.size // 2
     return np.minimum(seconds, _OUTLIER * (ordered[middle] + ordered[-1 - middle]) / 2)
 
 
-def _slowest(seconds: NDArray[np.float64]) -> tuple[int, NDArray[np.float64]]:
+def _find_slowest(seconds: NDArray[np.float64]) -> tuple[int, NDArray[np.float64]]:
     """Return the slowest rank, and by which part it took longer than any other rank in each step.
 
     Args:
@@ -180,11 +180,11 @@ class Stragglers(StepPolicy):
         self._comparison, self._since = RankComparison(processors_exchange=on_cpu), time.monotonic()
         self._straggler: Straggler | None = None
         self._process = OwnProcess(torch.get_num_threads(), world.local_size, None if on_cpu else world.device.index)
-        self._before = self._process.counters(), heartbeat.in_collectives()
+        self._before = self._process.counters(), heartbeat.sum_collective_seconds()
 
     def metrics(self, step: int, gradients: StepGradients) -> dict[str, float]:
         """Take the seconds that all ranks have reported for this step; they are no metrics."""
-        own, world = heartbeat.own(), self.training.world
+        own, world = heartbeat.find_own_heartbeat(), self.training.world
         now = time.monotonic()
         wall, self._since = now - self._since, now
         if own is not None and world.size > 1:
@@ -192,7 +192,7 @@ class Stragglers(StepPolicy):
             own.behind += max(map(sum, seconds)) - sum(seconds[world.rank])
             self._straggler = self._comparison.add(seconds, wall)
             if self._comparison.taken % WINDOW == IGNORED and now - self._before[0].wall > _COUNTED_SECONDS:
-                self._before = self._process.counters(), heartbeat.in_collectives()
+                self._before = self._process.counters(), heartbeat.sum_collective_seconds()
         return {}
 
     def after(self, step: int) -> None:
@@ -204,9 +204,9 @@ class Stragglers(StepPolicy):
         threads = world.gather(self._process.threads)
         if straggler.rank == world.rank:
             before, waited = self._before
-            causes = self._process.causes(
+            causes = self._process.find_causes(
                 before,
-                elsewhere=heartbeat.in_collectives() - waited,
+                elsewhere=heartbeat.sum_collective_seconds() - waited,
                 planned_threads=statistics.median(threads),
                 sleeps=False,
             )
@@ -214,7 +214,7 @@ class Stragglers(StepPolicy):
         self._straggler = None
         if straggler.gain < _GAIN:  # only here, as walls, unlike the seconds of ranks, are not the same everywhere
             return
-        why = in_words(causes)
+        why = describe_causes(causes)
         message = (
             f"rank {straggler.rank} has been {straggler.slower:.0%} slower than the other ranks over {WINDOW} steps, "
             f"most of it in {straggler.phase}; without it a step would take {straggler.gain:.0%} less time; {why}"
@@ -225,7 +225,7 @@ class Stragglers(StepPolicy):
 
 def own_seconds() -> list[float]:
     """Return the seconds of this process in each phase that ranks are compared in, as `RankReport` has them."""
-    own = heartbeat.own()
+    own = heartbeat.find_own_heartbeat()
     if own is None:
         return [0.0] * len(_PHASES)
     *phases, _ = map(own.seconds_outside, _PHASES.values())

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from trainwright.faults.drills import invariants, watched_commands
 from trainwright.faults.drills.invariants import Skipped, require
-from trainwright.faults.drills.kills import started
-from trainwright.faults.drills.kinds import ANY, COPIES, SEVERAL, fault
+from trainwright.faults.drills.kills import start_in_phase
+from trainwright.faults.drills.kinds import ANY, COPIES, SEVERAL, register_fault
 from trainwright.faults.drills.trial_environment import FAILED, FINISHED, MACHINE, REQUEST, STOPPED, Scene
 from trainwright.faults.drills.watched_commands import CommandResult
 from trainwright.machine.detect import detect
@@ -32,7 +32,7 @@ _BUSY_SECONDS = 5.0
 
 
 @functools.cache
-def mounts_refused() -> str | None:
+def explain_refused_mounts() -> str | None:
     """Return why this process cannot mount file systems of its own; None if it can."""
     try:
         attempt = subprocess.run(
@@ -46,7 +46,7 @@ def mounts_refused() -> str | None:
     return None if attempt.returncode == 0 else f"no mounts of one's own: {attempt.stderr.strip()}"
 
 
-def own_mounts() -> None:
+def unshare_mounts() -> None:
     """Give this process and its future children a mount namespace of their own. It must have one thread."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_NEW_MOUNTS):
@@ -76,7 +76,7 @@ def make_read_only(path: Path, read_only: bool = True) -> None:
         subprocess.run(["umount", "--lazy", str(path)], check=True, capture_output=True)
 
 
-def fill(path: Path, but: int = 0) -> None:
+def fill_directory(path: Path, but: int = 0) -> None:
     """Write a file that fills its disk, except for `but` bytes."""
     with path.open("wb", buffering=0) as file:
         with contextlib.suppress(OSError):
@@ -97,60 +97,62 @@ _FILES = ("state.json", "manifest.json", "rank-00000.safetensors", "recipe.yaml"
 _DAMAGES = ("a bit flipped", "cut in half", "emptied", "deleted", "longer", "a directory", "a link to nothing")
 
 
-@fault(
+@register_fault(
     "a damaged file of a checkpoint",
     spreads=ANY,
     variants=[f"{file} {damage}" for file in _FILES for damage in _DAMAGES],
     share=5,
 )
-def damaged_checkpoint(scene: Scene) -> None:
+def damage_checkpoint(scene: Scene) -> None:
     """The newest one or two checkpoints are rejected with the file's name, and the one before is used."""
-    scene.stopped_run()
+    scene.provide_stopped_run()
     count = scene.draw.choice([1, 1, 2])
-    steps = invariants.checkpoint_steps(scene.run)
+    steps = invariants.list_checkpoint_steps(scene.run)
     file, _, damage = scene.variant.partition(" ")
     if file.startswith("rank-"):
-        file = f"rank-{scene.draw.randrange(_ranks(scene)):05d}.safetensors"
+        file = f"rank-{scene.draw.randrange(_count_ranks(scene)):05d}.safetensors"
     for step in steps[-count:]:
-        damaged(scene.run / "checkpoints" / f"step-{step:08d}" / file, damage, scene.draw)
+        damage_file(scene.run / "checkpoints" / f"step-{step:08d}" / file, damage, scene.draw)
     scene.injected = time.time()
     ended = scene.go_on()
     scene.expect(ended, (FINISHED,))
-    events = invariants.lines(scene.run)
+    events = invariants.read_lines(scene.run)
     resumed = [event.get("resumed_from") for event in events if event["event"] == "start"][-1]
     require(resumed == steps[-count - 1], f"resumed from {resumed}; checkpoints of {steps[-count:]} were damaged")
     reported = " ".join(str(event.get("detail")) for event in events if event["event"] == "fault") + ended.text
     for step in steps[-count:]:
         require(f"step-{step:08d}/{file}" in reported, f"nothing said of step-{step:08d}/{file}: {reported}")
-    invariants.complete_and_same(scene.run, scene.reference(), exact=True)
+    invariants.check_complete_and_same(scene.run, scene.reference(), exact=True)
 
 
-@fault("every checkpoint damaged", spreads=ANY, variants=[f"{file} cut in half" for file in _FILES[:3]], share=1)
-def all_damaged(scene: Scene) -> None:
+@register_fault(
+    "every checkpoint damaged", spreads=ANY, variants=[f"{file} cut in half" for file in _FILES[:3]], share=1
+)
+def damage_every_checkpoint(scene: Scene) -> None:
     """Nothing is trained over it, nothing is deleted, and the message says why."""
-    scene.stopped_run()
+    scene.provide_stopped_run()
     file = scene.variant.partition(" ")[0]
-    for step in invariants.checkpoint_steps(scene.run):
-        damaged(scene.run / "checkpoints" / f"step-{step:08d}" / file, "cut in half", scene.draw)
+    for step in invariants.list_checkpoint_steps(scene.run):
+        damage_file(scene.run / "checkpoints" / f"step-{step:08d}" / file, "cut in half", scene.draw)
     before = sorted(map(str, (scene.run / "checkpoints").rglob("*")))
     scene.expect(scene.go_on(), (FAILED, REQUEST), ["checkpoint", "new run"])
     require(sorted(map(str, (scene.run / "checkpoints").rglob("*"))) == before, "files of checkpoints were removed")
 
 
-@fault("damaged checkpoints and pruning", spreads=ANY, variants=("1", "2", "3"), share=3)
-def damaged_and_pruned(scene: Scene) -> None:
+@register_fault("damaged checkpoints and pruning", spreads=ANY, variants=("1", "2", "3"), share=3)
+def damage_while_pruning(scene: Scene) -> None:
     """Old checkpoints are pruned while newer ones cannot be read: a readable one exists at all times."""
-    scene.stopped_run()
-    steps = invariants.checkpoint_steps(scene.run)
+    scene.provide_stopped_run()
+    steps = invariants.list_checkpoint_steps(scene.run)
     bad = scene.draw.sample(steps[1:], scene.draw.choice([1, 2]))
     for step in bad:
         file = scene.draw.choice(_FILES[:3])
-        damaged(scene.run / "checkpoints" / f"step-{step:08d}" / file, scene.draw.choice(_DAMAGES[:4]), scene.draw)
+        damage_file(scene.run / "checkpoints" / f"step-{step:08d}" / file, scene.draw.choice(_DAMAGES[:4]), scene.draw)
     for _ in range(2):
         keep = f"checkpoint.keep_last={scene.variant}"
-        starts = invariants.starts(scene.run)
+        starts = invariants.count_starts(scene.run)
         command = scene.trainwright("train", "--resume", str(scene.run), keep)
-        newest = max(_whole(scene), default=0)
+        newest = max(_list_whole_steps(scene), default=0)
         reached = scene.draw.randrange(newest + 1, max(newest + 2, min(newest + 7, watched_commands.STEPS - 2)))
         scene.wait_for_step(command, reached, starts)
         if scene.draw.random() < 0.7:
@@ -160,14 +162,14 @@ def damaged_and_pruned(scene: Scene) -> None:
                 scene.expect(ended, (STOPPED,), "resume")
         else:
             command.kill()
-        remaining = _whole(scene)
+        remaining = _list_whole_steps(scene)
         require(remaining, f"no whole checkpoint is left; before: {steps}, damaged: {sorted(bad)}")
         require(max(remaining) >= newest, f"the checkpoint of step {newest} is gone, whole ones are of {remaining}")
     scene.expect(scene.go_on(), (FINISHED,))
-    invariants.complete_and_same(scene.run, scene.reference(), exact=True)
+    invariants.check_complete_and_same(scene.run, scene.reference(), exact=True)
 
 
-@fault(
+@register_fault(
     "foreign names among checkpoints",
     spreads=ANY,
     variants=(
@@ -179,9 +181,9 @@ def damaged_and_pruned(scene: Scene) -> None:
     ),
     share=3,
 )  # fmt: skip
-def foreign_names(scene: Scene) -> None:
+def add_foreign_names(scene: Scene) -> None:
     """Files made by hand or by another program: the run continues from its own newest checkpoint."""
-    scene.stopped_run()
+    scene.provide_stopped_run()
     checkpoints = scene.run / "checkpoints"
     name, _, what = scene.variant.rpartition(" ")
     if what == "nothing":
@@ -199,35 +201,35 @@ def foreign_names(scene: Scene) -> None:
     else:
         path.symlink_to("nowhere" if what == "link to nothing" else "step-00000018")
     scene.expect(scene.go_on(), (FINISHED,))
-    invariants.complete_and_same(scene.run, scene.reference(), exact=True)
+    invariants.check_complete_and_same(scene.run, scene.reference(), exact=True)
 
 
-@fault(
+@register_fault(
     "a damaged file of a run",
     variants=[f"{file} {damage}" for file in ("plan.json", "events.jsonl", "recipe.yaml") for damage in _DAMAGES],
     share=2,
 )
-def damaged_run(scene: Scene) -> None:
+def damage_run(scene: Scene) -> None:
     """The run continues unchanged, or says what is missing."""
-    scene.stopped_run()
+    scene.provide_stopped_run()
     file, _, damage = scene.variant.partition(" ")
     before = scene.run / file
     text = before.read_bytes()
-    damaged(before, damage, scene.draw)
+    damage_file(before, damage, scene.draw)
     resume = scene.trainwright("train", "--resume", str(scene.run))
     ended = scene.wait(resume)
     scene.expect(ended, (FINISHED, REQUEST, FAILED), file)
     if ended.code == FINISHED and file == "events.jsonl":  # whose steps before are lost
         invariants.check_final(scene.run, scene.reference(), exact=True)
     elif ended.code == FINISHED:
-        invariants.complete_and_same(scene.run, scene.reference(), exact=True)
+        invariants.check_complete_and_same(scene.run, scene.reference(), exact=True)
     else:
         _remove(before)
         before.write_bytes(text)
-        scene.resumes()
+        scene.resume_and_compare()
 
 
-def damaged(path: Path, damage: str, draw: random.Random) -> None:
+def damage_file(path: Path, damage: str, draw: random.Random) -> None:
     """Apply the damage to a file."""
     data = path.read_bytes()
     if damage == "a bit flipped":
@@ -254,13 +256,15 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _ranks(scene: Scene) -> int:
+def _count_ranks(scene: Scene) -> int:
     return len(list((scene.run / "checkpoints" / "step-00000018").glob("rank-*.safetensors")))
 
 
-def _whole(scene: Scene) -> list[int]:
-    steps = invariants.checkpoint_steps(scene.run)
-    return [s for s in steps if invariants.broken_checkpoint(scene.run / "checkpoints" / f"step-{s:08d}") is None]
+def _list_whole_steps(scene: Scene) -> list[int]:
+    steps = invariants.list_checkpoint_steps(scene.run)
+    return [
+        s for s in steps if invariants.explain_broken_checkpoint(scene.run / "checkpoints" / f"step-{s:08d}") is None
+    ]
 
 
 _POLICIES = "trainwright.faults.drills.planted"
@@ -270,50 +274,52 @@ _CHECKS = (f"faults.replay_every={_CHECKED_EVERY}", "faults.on_corruption=rewind
 _BITS = 23
 
 
-@fault("NaN in a pass", spreads=ANY, variants=("at a step before a checkpoint", "after one"), share=2)
-def not_a_number(scene: Scene) -> None:
+@register_fault("NaN in a pass", spreads=ANY, variants=("at a step before a checkpoint", "after one"), share=2)
+def plant_nan(scene: Scene) -> None:
     """The run fails at that step, is not restarted, stores no such number, and continues without the cause."""
     first = 2 if scene.variant.startswith("at") else watched_commands.SAVES_EVERY + 1
     step = scene.draw.randrange(first, first + watched_commands.SAVES_EVERY - 2)
     rank = scene.draw.randrange(scene.case.spread[1])
-    plain = _uncompiled(scene)
+    plain = _disable_compilation(scene)
     ended = _train(scene, "NotANumber", {"rank": rank, "step": step, "pass": 0}, *plain)
     scene.expect(ended, (FAILED,), ["step", "not finite|nan|inf"])
-    reached = invariants.last_step(scene.run)
+    reached = invariants.find_last_step(scene.run)
     require(reached == step - 1, f"step {step} was NaN, and the last one is {reached}")
-    invariants.none_lost(scene.run)
-    scene.resumes(overrides=plain)
+    invariants.check_none_lost(scene.run)
+    scene.resume_and_compare(overrides=plain)
 
 
-@fault("a flipped bit of a weight", spreads=COPIES, share=2)
-def flipped_weight(scene: Scene) -> None:
+@register_fault("a flipped bit of a weight", spreads=COPIES, share=2)
+def flip_weight(scene: Scene) -> None:
     """The next check finds it and names the rank, and the run rewinds to before it."""
-    _flipped(scene, "FlippedWeight", scene.draw.randrange(_CHECKED_EVERY + 1, 2 * _CHECKED_EVERY))
+    _flip_bit(scene, "FlippedWeight", scene.draw.randrange(_CHECKED_EVERY + 1, 2 * _CHECKED_EVERY))
 
 
-@fault("a flipped bit of an activation", spreads=SEVERAL, share=2)
-def flipped_activation(scene: Scene) -> None:
+@register_fault("a flipped bit of an activation", spreads=SEVERAL, share=2)
+def flip_activation(scene: Scene) -> None:
     """The check of that step finds it and names the rank."""
-    _flipped(scene, "Activation", 2 * _CHECKED_EVERY, _uncompiled(scene))
+    _flip_bit(scene, "Activation", 2 * _CHECKED_EVERY, _disable_compilation(scene))
 
 
-@fault("a clock that jumps", spreads=ANY, variants=("+3600", "-3600", "+86400", "-1"), share=1)
-def clock(scene: Scene) -> None:
+@register_fault("a clock that jumps", spreads=ANY, variants=("+3600", "-3600", "+86400", "-1"), share=1)
+def move_clock(scene: Scene) -> None:
     """Nothing changes."""
     rank, step = scene.draw.randrange(scene.case.spread[1]), scene.draw.randrange(1, watched_commands.STEPS - 1)
-    scene.stays_undisturbed(_train(scene, "Clock", {"rank": rank, "step": step, "seconds": float(scene.variant)}))
+    scene.check_finished_undisturbed(
+        _train(scene, "Clock", {"rank": rank, "step": step, "seconds": float(scene.variant)})
+    )
 
 
-def _flipped(scene: Scene, policy: str, step: int, overrides: Sequence[str] = ()) -> None:
+def _flip_bit(scene: Scene, policy: str, step: int, overrides: Sequence[str] = ()) -> None:
     rank = scene.draw.randrange(scene.case.spread[1])
     where = {"rank": rank, "step": step, "place": scene.draw.random(), "bit": scene.draw.randrange(_BITS), "pass": 0}
-    scene.stays_undisturbed(_train(scene, policy, where, *_CHECKS, *overrides), overrides)
-    ranks = [event["rank"] for event in invariants.faults(scene.run, "corrupted_weights", "corrupted_computation")]
+    scene.check_finished_undisturbed(_train(scene, policy, where, *_CHECKS, *overrides), overrides)
+    ranks = [event["rank"] for event in invariants.read_faults(scene.run, "corrupted_weights", "corrupted_computation")]
     require(ranks, f"{where} was not noticed")
     require(ranks[-1] == rank, f"a bit was flipped on rank {rank} at step {step}, named are {ranks}")
 
 
-def _uncompiled(scene: Scene) -> tuple[str, ...]:
+def _disable_compilation(scene: Scene) -> tuple[str, ...]:
     """Return overrides of a run whose blocks can be changed: compiled ones do not see hooks that are added later."""
     compiled = load_recipe(scene.reference() / "recipe.yaml").train.compile
     return ("train.compile=false",) if compiled else ()
@@ -331,20 +337,20 @@ _FULL = os.strerror(errno.ENOSPC)
 _LATE = (watched_commands.JOINING, *watched_commands.TRAINING, watched_commands.EXPORT)
 
 
-@fault(
+@register_fault(
     "a disk that fills up",
     spreads=ANY,
     phases=_LATE,
     variants=("until the end", "for a moment", "but for 300 KiB", "and SIGTERM"),
     share=5,
-    needs=mounts_refused,
+    needs=explain_refused_mounts,
 )
-def full_disk(scene: Scene) -> None:
+def fill_disk(scene: Scene) -> None:
     """The run reports it and continues; if it cannot finish it says what to do, and is resumed once there is space."""
-    _on_own_disk(scene)
-    command = started(scene)
+    _move_to_own_disk(scene)
+    command = start_in_phase(scene)
     filler = scene.run.parent / "filler"
-    fill(filler, but=300 * 1024 if scene.variant.startswith("but") else 0)
+    fill_directory(filler, but=300 * 1024 if scene.variant.startswith("but") else 0)
     if scene.variant == "for a moment":
         time.sleep(scene.draw.uniform(0.05, 0.8))
         filler.unlink()
@@ -355,62 +361,68 @@ def full_disk(scene: Scene) -> None:
     filler.unlink(missing_ok=True)
     scene.expect(ended, (FINISHED, FAILED, MACHINE, STOPPED), "resume" if ended.code == STOPPED else _FULL)
     if scene.run.exists():
-        invariants.checkpoints_complete(scene.run)
-    scene.resumes() if ended.code else scene.as_undisturbed()
+        invariants.check_checkpoints_complete(scene.run)
+    scene.resume_and_compare() if ended.code else scene.check_undisturbed()
 
 
-@fault(
+@register_fault(
     "files limited in size",
     spreads=ANY,
     phases=watched_commands.TRAINING,
     variants=("to the end", "for a moment"),
     share=1.5,
 )
-def limited_files(scene: Scene) -> None:
+def limit_files(scene: Scene) -> None:
     """A quota or `ulimit -f`: a checkpoint that does not fit is not left half-written, and earlier ones stay."""
-    command = started(scene)
-    pids = [command.pid, *scene.workers(command).values()]
+    command = start_in_phase(scene)
+    pids = [command.pid, *scene.list_workers(command).values()]
     _limit_files(pids, 100_000)
     if scene.variant == "for a moment":
         time.sleep(scene.draw.uniform(0.05, 0.6))
         _limit_files(pids, resource.RLIM_INFINITY)
     ended = scene.wait(command)
     scene.expect(ended, (FINISHED, FAILED, MACHINE), os.strerror(errno.EFBIG))
-    invariants.checkpoints_complete(scene.run)
-    scene.resumes() if ended.code else scene.as_undisturbed()
+    invariants.check_checkpoints_complete(scene.run)
+    scene.resume_and_compare() if ended.code else scene.check_undisturbed()
 
 
-@fault("a run directory that becomes read-only", spreads=ANY, phases=_LATE, share=1.5, needs=mounts_refused)
-def read_only_later(scene: Scene) -> None:
+@register_fault(
+    "a run directory that becomes read-only", spreads=ANY, phases=_LATE, share=1.5, needs=explain_refused_mounts
+)
+def turn_read_only(scene: Scene) -> None:
     """Failed checkpoints are reported, the run does not end as if it were saved, and it can be resumed."""
-    own_mounts()
-    command = started(scene)
+    unshare_mounts()
+    command = start_in_phase(scene)
     make_read_only(scene.run)
     ended = scene.wait(command)
     make_read_only(scene.run, False)
     scene.expect(ended, (FINISHED, FAILED, MACHINE), "read-only")
-    invariants.checkpoints_complete(scene.run)
-    scene.resumes() if ended.code else scene.as_undisturbed()
+    invariants.check_checkpoints_complete(scene.run)
+    scene.resume_and_compare() if ended.code else scene.check_undisturbed()
 
 
-@fault(
-    "a place that cannot be written to", spreads=ANY, variants=("new", "resumed", "full"), share=1, needs=mounts_refused
+@register_fault(
+    "a place that cannot be written to",
+    spreads=ANY,
+    variants=("new", "resumed", "full"),
+    share=1,
+    needs=explain_refused_mounts,
 )
-def read_only_from_the_start(scene: Scene) -> None:
+def start_read_only(scene: Scene) -> None:
     """Refused with a clear message before training starts."""
-    own_mounts()
+    unshare_mounts()
     if scene.variant == "resumed":
-        scene.stopped_run()
+        scene.provide_stopped_run()
         make_read_only(scene.run)
         ended = scene.go_on()
         make_read_only(scene.run, False)
         scene.expect(ended, (REQUEST, MACHINE, FAILED), "read-only")
-        scene.resumes()
+        scene.resume_and_compare()
         return
     scene.run = scene.work / "disk" / "run"
     if scene.variant == "full":
         mount_disk(scene.run.parent, 1 << 20)
-        fill(scene.run.parent / "filler")
+        fill_directory(scene.run.parent / "filler")
     else:
         scene.run.parent.mkdir()
         make_read_only(scene.run.parent)
@@ -419,13 +431,13 @@ def read_only_from_the_start(scene: Scene) -> None:
     require(not scene.run.exists(), "a run is there")
 
 
-def _on_own_disk(scene: Scene) -> None:
-    own_mounts()
+def _move_to_own_disk(scene: Scene) -> None:
+    unshare_mounts()
     scene.run = scene.work / "disk" / "run"
-    mount_disk(scene.run.parent, disk_size(scene))
+    mount_disk(scene.run.parent, compute_disk_size(scene))
 
 
-def disk_size(scene: Scene) -> int:
+def compute_disk_size(scene: Scene) -> int:
     """Return the bytes of a disk, in memory, on which the run has room for one more checkpoint than it keeps.
 
     Raises Skipped if there is not so much memory.
@@ -433,7 +445,9 @@ def disk_size(scene: Scene) -> int:
     run = sum(file.stat().st_size for file in scene.reference().rglob("*") if file.is_file())
     size, free = max(_SMALLEST_DISK, 2 * run), detect().usable_bytes
     if size > free:
-        raise Skipped(f"a disk of {text.size(size)} for the run, in memory, of which {text.size(free)} are free")
+        raise Skipped(
+            f"a disk of {text.format_bytes(size)} for the run, in memory, of which {text.format_bytes(free)} are free"
+        )
     return size
 
 

@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trainwright.doctor.verify import TOLERANCES, magnitude
+from trainwright.doctor.verify import TOLERANCES, find_largest_loss
 from trainwright.recipe.loading import load_recipe
-from trainwright.utils.text import ranges
+from trainwright.utils.text import format_ranges
 
 _EXACT = ("loss", "grad_norm", "learning_rate", "tokens", "target_tokens")
 _ROUNDED = ("loss", "learning_rate", "tokens", "target_tokens")
@@ -18,7 +18,7 @@ _ROUNDED = ("loss", "learning_rate", "tokens", "target_tokens")
 _SUMS = ("loss",)
 
 
-def lines(run: Path) -> list[dict[str, Any]]:
+def read_lines(run: Path) -> list[dict[str, Any]]:
     """Return the lines of a run's events that are whole, as they stand; a line that is not the last must be whole."""
     path = run / "events.jsonl"
     if not path.exists():
@@ -32,13 +32,13 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [event for event in events if isinstance(event, dict) and "event" in event]
 
 
-def history(run: Path) -> list[dict[str, Any]]:
+def read_history(run: Path) -> list[dict[str, Any]]:
     """Return the events that count: of a run that was resumed from step k, or went back to it, none before is beyond k.
 
     InvariantBroken when a start names a step that had not been reached.
     """
     events_so_far: list[dict[str, Any]] = []
-    for event in lines(run):
+    for event in read_lines(run):
         if event["event"] in ("start", "rewind"):
             resumed = int(event.get("resumed_from") or 0)
             reached = max((past["step"] for past in events_so_far if past["event"] == "step"), default=0)
@@ -50,61 +50,69 @@ def history(run: Path) -> list[dict[str, Any]]:
     return events_so_far
 
 
-def events(run: Path, kind: str) -> list[dict[str, Any]]:
+def read_events_of_kind(run: Path, kind: str) -> list[dict[str, Any]]:
     """Return the events of a kind, also those that were repeated."""
-    return [event for event in lines(run) if event["event"] == kind]
+    return [event for event in read_lines(run) if event["event"] == kind]
 
 
-def starts(run: Path) -> int:
+def count_starts(run: Path) -> int:
     """Return how many launches of the run have begun."""
-    return len(events(run, "start"))
+    return len(read_events_of_kind(run, "start"))
 
 
-def faults(run: Path, *kinds: str) -> list[dict[str, Any]]:
+def read_faults(run: Path, *kinds: str) -> list[dict[str, Any]]:
     """Return the `fault` events of these kinds."""
-    return [event for event in events(run, "fault") if event["kind"] in kinds]
+    return [event for event in read_events_of_kind(run, "fault") if event["kind"] in kinds]
 
 
-def last_step(run: Path) -> int:
+def find_last_step(run: Path) -> int:
     """Return the last step that was recorded."""
-    return max((event["step"] for event in events(run, "step")), default=0)
+    return max((event["step"] for event in read_events_of_kind(run, "step")), default=0)
 
 
-def step_since(run: Path, starts: int) -> int:
+def find_step_since(run: Path, starts: int) -> int:
     """Return the last step since the start of this number (from 0); 0 where there is none."""
     starts_so_far, last = 0, 0
-    for event in lines(run):
+    for event in read_lines(run):
         starts_so_far += event["event"] == "start"
         if event["event"] == "step" and starts_so_far > starts:
             last = event["step"]
     return last
 
 
-def complete_and_same(run: Path, reference: Path, *, exact: bool) -> None:
+def check_complete_and_same(run: Path, reference: Path, *, exact: bool) -> None:
     """Require that the run is finished and has every step of the reference once, with its values.
 
     Args:
         exact: bit for bit, the trained model included; else to rounding, relative to the largest loss.
     """
-    ours, theirs = history(run), history(reference)
-    rounding = 0.0 if exact else rounding_of(reference) * magnitude(_of(theirs, "step") + _of(theirs, "evaluate"))
+    ours, theirs = read_history(run), read_history(reference)
+    rounding = (
+        0.0
+        if exact
+        else look_up_rounding(reference)
+        * find_largest_loss(_select_events(theirs, "step") + _select_events(theirs, "evaluate"))
+    )
     steps = [event["step"] for event in ours if event["event"] == "step"]
     expected = [event["step"] for event in theirs if event["event"] == "step"]
-    require(steps == expected, f"steps are {ranges(steps)}, not {ranges(expected)}")
+    require(steps == expected, f"steps are {format_ranges(steps)}, not {format_ranges(expected)}")
     for kind in ("step", "evaluate"):
-        for one, other in zip(_of(ours, kind), _of(theirs, kind), strict=False):
+        for one, other in zip(_select_events(ours, kind), _select_events(theirs, kind), strict=False):
             _compare(kind, one, other, rounding)
-    evaluated = [event["step"] for event in _of(ours, "evaluate")]
-    require(evaluated == [event["step"] for event in _of(theirs, "evaluate")], f"evaluations are of steps {evaluated}")
+    evaluated = [event["step"] for event in _select_events(ours, "evaluate")]
+    require(
+        evaluated == [event["step"] for event in _select_events(theirs, "evaluate")],
+        f"evaluations are of steps {evaluated}",
+    )
     if exact:
-        texts = [[event["text"] for event in _of(events, "generate")] for events in (ours, theirs)]
+        texts = [[event["text"] for event in _select_events(events, "generate")] for events in (ours, theirs)]
         require(texts[0] == texts[1], f"generated texts are {texts[0]}, not {texts[1]}")
-    finish = _of(ours, "finish")
+    finish = _select_events(ours, "finish")
     require(bool(finish) and finish[-1]["status"] == "finished", "the last finish is not finished")
     check_final(run, reference, exact=exact)
 
 
-def _of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+def _select_events(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     """Return the events of a kind. An evaluation that a stop put off is done, and told, by each start from its step."""
     matching = [event for event in events if event["event"] == kind]
     if kind not in ("evaluate", "generate"):
@@ -112,7 +120,7 @@ def _of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     return list({(event["step"], event.get("prompt")): event for event in matching}.values())
 
 
-def rounding_of(run: Path) -> float:
+def look_up_rounding(run: Path) -> float:
     """Return the relative difference that another number of processes, or another strategy, may make to a run's losses.
 
     Its resolved recipe has the precision.
@@ -123,15 +131,15 @@ def rounding_of(run: Path) -> float:
 
 def _compare(kind: str, one: dict[str, Any], other: dict[str, Any], rounding: float) -> None:
     """Require that two events have the same values; sums may differ by ``rounding``."""
-    differences = _compared(kind, one, not rounding)
-    for name, theirs in _compared(kind, other, not rounding).items():
+    differences = _select_compared_values(kind, one, not rounding)
+    for name, theirs in _select_compared_values(kind, other, not rounding).items():
         ours, allowed = differences.get(name), rounding if name in _SUMS else 0.0
         same = ours == theirs or (bool(allowed) and ours is not None and abs(ours - theirs) <= allowed)
         to = f" (to {allowed:.2g})" if allowed else ""
         require(same, f"{kind} {one['step']}: {name} is {ours!r}, undisturbed {theirs!r}{to}")
 
 
-def _compared(kind: str, event: dict[str, Any], exact: bool) -> dict[str, Any]:
+def _select_compared_values(kind: str, event: dict[str, Any], exact: bool) -> dict[str, Any]:
     """Return the values of an event that are compared; to rounding, no metrics that count answers or tokens."""
     if kind == "evaluate":
         metrics: dict[str, Any] = event["metrics"]
@@ -145,18 +153,18 @@ def check_final(run: Path, reference: Path, *, exact: bool) -> None:
     names = sorted(path.name for path in final.iterdir()) if final.is_dir() else []
     require(names == sorted(path.name for path in expected.iterdir()), f"final/ has {names}")
     for path in final.glob("*.safetensors"):
-        safetensors_header(path)
+        read_safetensors_header(path)
         if exact:
             require(path.read_bytes() == (expected / path.name).read_bytes(), f"{path} is not the undisturbed run's")
 
 
-def checkpoint_steps(run: Path) -> list[int]:
+def list_checkpoint_steps(run: Path) -> list[int]:
     """Return the steps of the directories that have a checkpoint's name."""
     paths = (run / "checkpoints").glob("step-*")
     return sorted(int(path.name[5:]) for path in paths if re.fullmatch(r"step-[0-9]{8}", path.name) and path.is_dir())
 
 
-def broken_checkpoint(path: Path) -> str | None:
+def explain_broken_checkpoint(path: Path) -> str | None:
     """Return why a checkpoint is incomplete, by its manifest and tensor files; None if it is complete."""
     try:
         manifest = json.loads((path / "manifest.json").read_text())
@@ -175,24 +183,24 @@ def broken_checkpoint(path: Path) -> str | None:
     return None
 
 
-def checkpoints_complete(run: Path) -> list[int]:
+def check_checkpoints_complete(run: Path) -> list[int]:
     """Return the steps of the checkpoints. Raises InvariantBroken for an incomplete one."""
-    steps = checkpoint_steps(run)
+    steps = list_checkpoint_steps(run)
     for step in steps:
-        why = broken_checkpoint(run / "checkpoints" / f"step-{step:08d}")
+        why = explain_broken_checkpoint(run / "checkpoints" / f"step-{step:08d}")
         require(why is None, f"a checkpoint is not whole: {why}")
     return steps
 
 
-def none_lost(run: Path) -> None:
+def check_none_lost(run: Path) -> None:
     """Require that the newest checkpoint of the events exists and is complete."""
-    written = [event["step"] for event in history(run) if event["event"] == "checkpoint"]
-    complete = checkpoints_complete(run)
+    written = [event["step"] for event in read_history(run) if event["event"] == "checkpoint"]
+    complete = check_checkpoints_complete(run)
     if written:
         require(written[-1] in complete, f"the checkpoint of step {written[-1]} was written, and {complete} are there")
 
 
-def safetensors_header(path: Path) -> dict[str, Any]:
+def read_safetensors_header(path: Path) -> dict[str, Any]:
     """Return a safetensors file's header. Raises InvariantBroken if its size is not what it declares."""
     size = path.stat().st_size
     with path.open("rb") as file:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from trainwright.faults.drills import invariants, watched_commands
 from trainwright.faults.drills.invariants import Missed, Skipped, require
-from trainwright.faults.drills.kinds import ANY, SEVERAL, Spread, fault
+from trainwright.faults.drills.kinds import ANY, SEVERAL, Spread, register_fault
 from trainwright.faults.drills.trial_environment import FAILED, FAULT, FINISHED, MACHINE, REQUEST, STOPPED, Scene
 from trainwright.faults.drills.watched_commands import TRAINWRIGHT, Command, CommandResult
 
@@ -29,7 +29,7 @@ _LOST = (FAILED, FAULT)
 RESTARTS = {"restarted": "faults.restarts=3 per hour", "resumed": "faults.restarts=off"}
 
 
-@fault(
+@register_fault(
     "SIGKILL of a worker",
     spreads=ANY,
     phases=(watched_commands.JOINING, *watched_commands.TRAINING, watched_commands.EXPORT),
@@ -38,61 +38,63 @@ RESTARTS = {"restarted": "faults.restarts=3 per hour", "resumed": "faults.restar
 )
 def kill_worker(scene: Scene) -> None:
     """The rank is named, no process is left behind, and the run continues from its checkpoint, restarted or resumed."""
-    command = started(scene, RESTARTS[scene.variant])
-    workers = command.workers() if scene.phase == watched_commands.JOINING else scene.workers(command)
+    command = start_in_phase(scene, RESTARTS[scene.variant])
+    workers = command.list_workers() if scene.phase == watched_commands.JOINING else scene.list_workers(command)
     if not workers:
         raise Missed("no worker was seen")
     rank = scene.draw.choice(list(workers))
     command.send(signal.SIGKILL, workers[rank])
     ended = scene.wait(command)
-    restarts = invariants.events(scene.run, "restart")
+    restarts = invariants.read_events_of_kind(scene.run, "restart")
     if ended.code == FINISHED and not restarts and scene.phase == watched_commands.EXPORT:
         raise Missed("the run had finished when the signal came")
     if scene.variant == "restarted":
-        scene.stays_undisturbed(ended)
+        scene.check_finished_undisturbed(ended)
         matching = [event for event in restarts if f"rank {rank} " in event["detail"]]
         require(len(restarts) == len(matching) == 1, f"rank {rank} was killed, restarts are {restarts}")
         return
     scene.expect(ended, _LOST, rf"rank {rank}\b.*kill")
-    invariants.none_lost(scene.run)
-    scene.resumes()
+    invariants.check_none_lost(scene.run)
+    scene.resume_and_compare()
 
 
-@fault("SIGKILL of the launcher", spreads=ANY, phases=watched_commands.ALL, share=3)
+@register_fault("SIGKILL of the launcher", spreads=ANY, phases=watched_commands.ALL, share=3)
 def kill_launcher(scene: Scene) -> None:
     """Its workers end with it, and the run can be resumed at once."""
-    command = started(scene)
+    command = start_in_phase(scene)
     command.send(signal.SIGKILL)
-    _killed_and_resumed(scene, command)
+    _resume_killed(scene, command)
 
 
-@fault("SIGKILL of everything", spreads=ANY, phases=watched_commands.ALL, share=4)
+@register_fault("SIGKILL of everything", spreads=ANY, phases=watched_commands.ALL, share=4)
 def kill_everything(scene: Scene) -> None:
     """As when a container or the machine is lost."""
-    command = started(scene)
+    command = start_in_phase(scene)
     command.kill()
-    _killed_and_resumed(scene, command)
+    _resume_killed(scene, command)
 
 
-@fault("SIGKILL again and again", spreads=ANY, phases=watched_commands.TRAINING, variants=("2", "3"), share=1.5)
+@register_fault(
+    "SIGKILL again and again", spreads=ANY, phases=watched_commands.TRAINING, variants=("2", "3"), share=1.5
+)
 def kill_repeatedly(scene: Scene) -> None:
     """Also while a run is being resumed, or before it has progressed."""
-    command = started(scene)
+    command = start_in_phase(scene)
     command.kill()
     for _ in range(int(scene.variant) - 1):
         command = scene.trainwright("train", "--resume", str(scene.run))
-        starts = invariants.starts(scene.run)
+        starts = invariants.count_starts(scene.run)
         if scene.draw.random() < 0.5:
             time.sleep(scene.draw.uniform(0.5, 4.0))
         else:
             scene.wait_until(command, functools.partial(_has_restarted, scene, starts))
             time.sleep(scene.draw.uniform(0, 0.4))
         command.kill()
-        invariants.none_lost(scene.run)
-    scene.resumes()
+        invariants.check_none_lost(scene.run)
+    scene.resume_and_compare()
 
 
-@fault(
+@register_fault(
     "the shell that runs the command is killed",
     spreads=ANY,
     phases=(watched_commands.IMPORTS, *watched_commands.TRAINING),
@@ -113,17 +115,17 @@ def kill_shell(scene: Scene) -> None:
     ended = scene.wait(shell)
     require("Traceback" not in ended.text, f"a traceback: {ended}")
     finished = any(
-        event["event"] == "finish" and event["status"] == "finished" for event in invariants.lines(scene.run)
+        event["event"] == "finish" and event["status"] == "finished" for event in invariants.read_lines(scene.run)
     )
     if finished:
-        scene.as_undisturbed()
+        scene.check_undisturbed()
         return
-    reached, saved = invariants.last_step(scene.run), invariants.checkpoint_steps(scene.run)
+    reached, saved = invariants.find_last_step(scene.run), invariants.list_checkpoint_steps(scene.run)
     require(not reached or (saved and saved[-1] == reached), f"ended at step {reached}, checkpoints are of {saved}")
-    scene.resumes()
+    scene.resume_and_compare()
 
 
-@fault(
+@register_fault(
     "a run directory that is deleted",
     spreads=ANY,
     phases=watched_commands.TRAINING,
@@ -132,7 +134,7 @@ def kill_shell(scene: Scene) -> None:
 )
 def delete_run(scene: Scene) -> None:
     """The run does not end as if it had been saved."""
-    command = started(scene)
+    command = start_in_phase(scene)
     if scene.variant == "moved":
         scene.run.rename(scene.run.with_name("elsewhere"))
     else:
@@ -145,10 +147,10 @@ def delete_run(scene: Scene) -> None:
         scene.run.with_name("elsewhere").rename(scene.run)
     scene.expect(ended, (FAILED, MACHINE, REQUEST), re.escape(str(scene.run)))
     if scene.variant == "moved":
-        scene.resumes()
+        scene.resume_and_compare()
 
 
-def started(scene: Scene, *overrides: str) -> Command:
+def start_in_phase(scene: Scene, *overrides: str) -> Command:
     """Start the run; return in the phase of the case."""
     if scene.phase == watched_commands.PREPARATION:
         scene.use_own_cache()
@@ -157,42 +159,46 @@ def started(scene: Scene, *overrides: str) -> Command:
     return command
 
 
-def _killed_and_resumed(scene: Scene, command: Command) -> None:
-    ended = scene.interrupted(command)
+def _resume_killed(scene: Scene, command: Command) -> None:
+    ended = scene.wait_for_interruption(command)
     require(ended.code == -signal.SIGKILL, f"wanted a killed command, got {ended}")
-    invariants.none_lost(scene.run)
-    scene.resumes()
+    invariants.check_none_lost(scene.run)
+    scene.resume_and_compare()
 
 
 def _has_restarted(scene: Scene, starts: int) -> bool:
-    return invariants.starts(scene.run) > starts
+    return invariants.count_starts(scene.run) > starts
 
 
-@fault("another strategy or number of processes", spreads=ANY, variants=("after SIGKILL", "after SIGTERM"), share=5)
-def another_world(scene: Scene) -> None:
+@register_fault(
+    "another strategy or number of processes", spreads=ANY, variants=("after SIGKILL", "after SIGTERM"), share=5
+)
+def change_world(scene: Scene) -> None:
     """The same losses to rounding, the same examples exactly."""
-    other = _other(scene, [spread for spread in scene.setting.spreads if spread != scene.case.spread])
+    other = _choose_other_spread(scene, [spread for spread in scene.setting.spreads if spread != scene.case.spread])
     if scene.variant == "after SIGKILL":
-        scene.stopped_run()
+        scene.provide_stopped_run()
     else:
         _stop(scene, scene.train(), watched_commands.STEPS // 2)
-    _resumed_as(scene, other)
+    _resume_with_spread(scene, other)
 
 
-@fault("processes that leave and come back", spreads=ANY, share=3)
+@register_fault("processes that leave and come back", spreads=ANY, share=3)
 def leave_and_come_back(scene: Scene) -> None:
     """Another number of processes for some steps, then the original: the same losses up to rounding."""
     own = scene.case.spread
-    other = _other(scene, [spread for spread in scene.setting.spreads if spread[1] != own[1]])
+    other = _choose_other_spread(scene, [spread for spread in scene.setting.spreads if spread[1] != own[1]])
     _stop(scene, scene.train(), watched_commands.SAVES_EVERY + 1)
     _stop(
-        scene, scene.trainwright("train", "--resume", str(scene.run), *_as(other)), 2 * watched_commands.SAVES_EVERY + 1
+        scene,
+        scene.trainwright("train", "--resume", str(scene.run), *_format_overrides(other)),
+        2 * watched_commands.SAVES_EVERY + 1,
     )
-    _resumed_as(scene, own)
+    _resume_with_spread(scene, own)
 
 
-@fault("a run that is being trained is resumed too", spreads=ANY, phases=(watched_commands.STEP,), share=1)
-def resumed_twice(scene: Scene) -> None:
+@register_fault("a run that is being trained is resumed too", spreads=ANY, phases=(watched_commands.STEP,), share=1)
+def resume_twice(scene: Scene) -> None:
     """The second command is refused with a clear message, and the first, suspended meanwhile, is not disturbed."""
     first = scene.train()
     scene.wait_until(first, lambda: watched_commands.has_event(scene.run, "step", 1))
@@ -205,10 +211,10 @@ def resumed_twice(scene: Scene) -> None:
     for process in suspended:
         first.send(signal.SIGCONT, process)
     scene.expect(second, (REQUEST,), "being trained")
-    scene.stays_undisturbed(scene.wait(first))
+    scene.check_finished_undisturbed(scene.wait(first))
 
 
-def _other(scene: Scene, others: list[Spread]) -> Spread:
+def _choose_other_spread(scene: Scene, others: list[Spread]) -> Spread:
     """Return one of the spreads that the recipe can be trained with."""
     scene.draw.shuffle(others)
     spread = next(filter(scene.can_train, others), None)
@@ -217,87 +223,87 @@ def _other(scene: Scene, others: list[Spread]) -> Spread:
     return spread
 
 
-def _as(spread: Spread) -> tuple[str, str]:
+def _format_overrides(spread: Spread) -> tuple[str, str]:
     return f"parallel.strategy={spread[0]}", f"parallel.num_processes={spread[1]}"
 
 
 def _stop(scene: Scene, command: Command, step: int) -> None:
     """Stop the run with a checkpoint once its newest launch has reached the step."""
-    starts = invariants.starts(scene.run)
+    starts = invariants.count_starts(scene.run)
     scene.wait_for_step(command, step, starts)
     scene.injected = scene.injected or time.time()
     command.send(signal.SIGTERM)
-    ended = scene.interrupted(command)
+    ended = scene.wait_for_interruption(command)
     scene.expect(ended, (STOPPED,), "resume")
-    invariants.none_lost(scene.run)
+    invariants.check_none_lost(scene.run)
 
 
-def _resumed_as(scene: Scene, spread: Spread) -> None:
-    ended = scene.go_on(*_as(spread))
+def _resume_with_spread(scene: Scene, spread: Spread) -> None:
+    ended = scene.go_on(*_format_overrides(spread))
     scene.expect(ended, (FINISHED,))
-    scene.as_undisturbed(exact=False)
-    start = next(event for event in reversed(invariants.lines(scene.run)) if event["event"] == "start")
+    scene.check_undisturbed(exact=False)
+    start = next(event for event in reversed(invariants.read_lines(scene.run)) if event["event"] == "start")
     ran = start["strategy"], start["world_size"]
     require(ran == spread, f"asked for {spread}, ran {ran}")
 
 
-@fault(
+@register_fault(
     "an address space that is limited later",
     spreads=ANY,
     phases=watched_commands.TRAINING,
     variants=("0", "1", "8"),
     share=1.5,
 )
-def limited_addresses(scene: Scene) -> None:
+def limit_addresses(scene: Scene) -> None:
     """A worker's memory is limited to what it has plus some MiB: smaller micro-batches, or a clear error."""
     halvable = scene.setting.halvable
-    command = started(scene, *halvable)
-    _, worker = scene.drawn_worker(command)
+    command = start_in_phase(scene, *halvable)
+    _, worker = scene.draw_worker(command)
     with open(f"/proc/{worker}/statm") as file:
         size = int(file.read().split()[0]) * resource.getpagesize() + int(scene.variant) * 2**20
     resource.prlimit(worker, resource.RLIMIT_AS, (size, size))
     ended = scene.wait(command)
     scene.expect(ended, (FINISHED, FAILED, MACHINE), "memory")
-    invariants.checkpoints_complete(scene.run)
+    invariants.check_checkpoints_complete(scene.run)
     if ended.code == FINISHED:
-        scene.as_undisturbed(halvable, exact=False)
+        scene.check_undisturbed(halvable, exact=False)
     else:
-        scene.resumes(overrides=halvable, exact=False)
+        scene.resume_and_compare(overrides=halvable, exact=False)
 
 
 _STOPS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
 
 
-@fault("stop signal to the launcher", spreads=ANY, phases=watched_commands.ALL, variants=_STOPS, share=4)
+@register_fault("stop signal to the launcher", spreads=ANY, phases=watched_commands.ALL, variants=_STOPS, share=4)
 def stop_launcher(scene: Scene) -> None:
     """The run stops after a checkpoint, or before the first step without one, and can be continued."""
-    command = started(scene)
+    command = start_in_phase(scene)
     command.send(getattr(signal, scene.variant))
-    _stopped_and_resumed(scene, scene.wait(command))
+    _resume_stopped(scene, scene.wait(command))
 
 
-@fault("stop signal to the whole group", spreads=ANY, phases=watched_commands.ALL, variants=_STOPS, share=3)
+@register_fault("stop signal to the whole group", spreads=ANY, phases=watched_commands.ALL, variants=_STOPS, share=3)
 def stop_group(scene: Scene) -> None:
     """Like Ctrl-C in a terminal, or a scheduler that signals every process."""
-    command = started(scene)
+    command = start_in_phase(scene)
     command.send_group(getattr(signal, scene.variant))
-    _stopped_and_resumed(scene, scene.wait(command))
+    _resume_stopped(scene, scene.wait(command))
 
 
-@fault("stop signal to one worker", spreads=ANY, phases=watched_commands.TRAINING, variants=_STOPS, share=3)
+@register_fault("stop signal to one worker", spreads=ANY, phases=watched_commands.TRAINING, variants=_STOPS, share=3)
 def stop_worker(scene: Scene) -> None:
     """The run stops, fails and names that rank, or ignores it; continued, it equals the undisturbed run."""
-    command = started(scene)
-    rank, worker = scene.drawn_worker(command)
+    command = start_in_phase(scene)
+    rank, worker = scene.draw_worker(command)
     command.send(getattr(signal, scene.variant), worker)
     ended = scene.wait(command)
     scene.expect(ended, (FINISHED, STOPPED, FAILED), f"rank {rank}" if ended.code == FAILED else "resume")
-    invariants.none_lost(scene.run)
-    scene.resumes() if ended.code else scene.as_undisturbed()
+    invariants.check_none_lost(scene.run)
+    scene.resume_and_compare() if ended.code else scene.check_undisturbed()
 
 
-@fault("stop signal before the imports are done", variants=_STOPS, share=1)
-def stop_start(scene: Scene) -> None:
+@register_fault("stop signal before the imports are done", variants=_STOPS, share=1)
+def stop_during_imports(scene: Scene) -> None:
     """During start-up the interpreter itself may end it; nothing half-written is left."""
     command = scene.train()
     time.sleep(scene.draw.uniform(0.0, 1.2))
@@ -307,86 +313,86 @@ def stop_start(scene: Scene) -> None:
     by_default = ended.seconds < 1.2 and ended.code in (-number, 128 + number)
     if not by_default:
         scene.expect(ended, (STOPPED,), "stopp")
-    scene.resumes()
+    scene.resume_and_compare()
 
 
-@fault("a second ctrl-C", spreads=ANY, phases=watched_commands.TRAINING, share=1)
-def second_interrupt(scene: Scene) -> None:
+@register_fault("a second ctrl-C", spreads=ANY, phases=watched_commands.TRAINING, share=1)
+def interrupt_twice(scene: Scene) -> None:
     """The second signal kills; complete checkpoints stay."""
-    command = started(scene)
-    for worker in command.workers().values():
+    command = start_in_phase(scene)
+    for worker in command.list_workers().values():
         command.send(signal.SIGSTOP, worker)  # it would be done before the second
     command.send(signal.SIGINT)
     time.sleep(1.3)
     command.send(signal.SIGINT)
     ended = scene.wait(command)
     scene.expect(ended, (STOPPED, FAILED), "resume" if ended.code == STOPPED else "killed|ctrl-C")
-    invariants.checkpoints_complete(scene.run)
-    scene.resumes()
+    invariants.check_checkpoints_complete(scene.run)
+    scene.resume_and_compare()
 
 
-@fault(
+@register_fault(
     "a stopped worker, then SIGTERM",
     spreads=ANY,
     phases=(watched_commands.STEP, watched_commands.FIRST_STEP, watched_commands.CHECKPOINT),
     share=1,
 )
-def frozen_worker(scene: Scene) -> None:
+def freeze_worker(scene: Scene) -> None:
     """A worker that does not respond does not prevent the run from ending."""
-    command = started(scene)
-    rank, worker = scene.drawn_worker(command)
+    command = start_in_phase(scene)
+    rank, worker = scene.draw_worker(command)
     command.send(signal.SIGSTOP, worker)
     time.sleep(0.3)
     command.send(signal.SIGTERM)
     ended = scene.wait(command)
     scene.expect(ended, (STOPPED, FAILED), "resume" if ended.code == STOPPED else f"rank {rank}")
-    invariants.checkpoints_complete(scene.run)
-    scene.resumes()
+    invariants.check_checkpoints_complete(scene.run)
+    scene.resume_and_compare()
 
 
-@fault(
+@register_fault(
     "a worker stopped for ever", spreads=ANY, phases=watched_commands.TRAINING, variants=("restart", "stop"), share=1.5
 )
-def hanging_worker(scene: Scene) -> None:
+def hang_worker(scene: Scene) -> None:
     """The rank is named within seconds, and the run continues by itself or, with on_hang: stop, when it is resumed."""
-    command = started(scene, f"faults.on_hang={scene.variant}", "faults.restarts=3 per hour")
-    rank, worker = scene.drawn_worker(command)
+    command = start_in_phase(scene, f"faults.on_hang={scene.variant}", "faults.restarts=3 per hour")
+    rank, worker = scene.draw_worker(command)
     command.send(signal.SIGSTOP, worker)
     ended = scene.wait(command)
-    ranks = [event["rank"] for event in invariants.faults(scene.run, "hang")]
+    ranks = [event["rank"] for event in invariants.read_faults(scene.run, "hang")]
     require(ranks == [rank], f"rank {rank} was stopped, the faults are of ranks {ranks}: {ended}")
     if scene.variant == "restart":
-        scene.stays_undisturbed(ended)
+        scene.check_finished_undisturbed(ended)
         return
     scene.expect(ended, (FAILED, FAULT), rf"rank {rank}\b")
-    invariants.none_lost(scene.run)
-    scene.resumes()
+    invariants.check_none_lost(scene.run)
+    scene.resume_and_compare()
 
 
-@fault("a worker stopped for a while", spreads=SEVERAL, phases=watched_commands.TRAINING, share=1)
-def paused_worker(scene: Scene) -> None:
+@register_fault("a worker stopped for a while", spreads=SEVERAL, phases=watched_commands.TRAINING, share=1)
+def pause_worker(scene: Scene) -> None:
     """SIGSTOP and SIGCONT change nothing."""
-    command = started(scene)
-    _, worker = scene.drawn_worker(command)
+    command = start_in_phase(scene)
+    _, worker = scene.draw_worker(command)
     command.send(signal.SIGSTOP, worker)
     time.sleep(scene.draw.uniform(0.2, 2.0))
     command.send(signal.SIGCONT, worker)
-    scene.stays_undisturbed(scene.wait(command))
+    scene.check_finished_undisturbed(scene.wait(command))
 
 
-def _stopped_and_resumed(scene: Scene, ended: CommandResult) -> None:
+def _resume_stopped(scene: Scene, ended: CommandResult) -> None:
     if ended.code == FINISHED:
         # Only a run whose last step was done when the signal came may finish.
-        invariants.complete_and_same(scene.run, scene.reference(), exact=True)
+        invariants.check_complete_and_same(scene.run, scene.reference(), exact=True)
         if scene.phase != watched_commands.EXPORT:
             raise Missed("the run had finished when the signal came")
         return
     scene.expect(ended, (STOPPED,), "stop")
-    if any(event["event"] == "step" for event in invariants.lines(scene.run)):
-        reached, saved = invariants.last_step(scene.run), invariants.checkpoint_steps(scene.run)
+    if any(event["event"] == "step" for event in invariants.read_lines(scene.run)):
+        reached, saved = invariants.find_last_step(scene.run), invariants.list_checkpoint_steps(scene.run)
         require(saved and saved[-1] == reached, f"stopped at step {reached}, checkpoints are of steps {saved}")
-        invariants.none_lost(scene.run)
-    scene.resumes()
+        invariants.check_none_lost(scene.run)
+    scene.resume_and_compare()
 
 
 _PIDFD_GETFD = 438  # the number of the system call, the same on all architectures since Linux 5.6
@@ -394,11 +400,11 @@ _ESTABLISHED = "01"  # include/net/tcp_states.h
 
 
 @functools.cache
-def cut_refused() -> str | None:
+def explain_refused_cut() -> str | None:
     """Return why this process cannot cut the connections of its children; None if it can."""
     with subprocess.Popen(["sleep", "60"], stdin=subprocess.PIPE) as child:
         try:
-            os.close(_file_of(child.pid, 0))
+            os.close(_open_foreign_file(child.pid, 0))
         except (OSError, AttributeError) as error:
             return f"no access to the connections of other processes: {error}"
         finally:
@@ -406,31 +412,31 @@ def cut_refused() -> str | None:
     return None
 
 
-@fault(
+@register_fault(
     "connections that are cut",
     spreads=SEVERAL,
     phases=watched_commands.TRAINING,
     variants=RESTARTS,
     share=2,
-    needs=cut_refused,
+    needs=explain_refused_cut,
 )
 def cut_connections(scene: Scene) -> None:
     """Every rank ends in bounded time, and the run goes on, by itself or resumed."""
-    command = started(scene, RESTARTS[scene.variant])
-    rank, worker = scene.drawn_worker(command)
+    command = start_in_phase(scene, RESTARTS[scene.variant])
+    rank, worker = scene.draw_worker(command)
     require(_cut(worker) or command.ended, f"rank {rank} has no connections")
     ended = scene.wait(command)
-    restarts = invariants.events(scene.run, "restart")
+    restarts = invariants.read_events_of_kind(scene.run, "restart")
     if ended.code == FINISHED:
         if not restarts:
             raise Missed("the run needed its connections no more")
         require(scene.variant == "restarted", f"restarts are off, and there was one: {restarts}")
-        scene.stays_undisturbed(ended)
+        scene.check_finished_undisturbed(ended)
         return
     scene.expect(ended, (FAILED, FAULT), r"rank \d")
     require(scene.variant == "resumed", f"restarts are on, and the run ended: {ended}")
-    invariants.none_lost(scene.run)
-    scene.resumes()
+    invariants.check_none_lost(scene.run)
+    scene.resume_and_compare()
 
 
 def _cut(pid: int) -> int:
@@ -446,13 +452,13 @@ def _cut(pid: int) -> int:
         with contextlib.suppress(OSError):
             match = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link))
             if match and match[1] in connections:
-                with socket.socket(fileno=_file_of(pid, int(link.name))) as connection:
+                with socket.socket(fileno=_open_foreign_file(pid, int(link.name))) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count
 
 
-def _file_of(pid: int, number: int) -> int:
+def _open_foreign_file(pid: int, number: int) -> int:
     """Return a file of another process as a file of this one."""
     process = os.pidfd_open(pid)
     try:
@@ -465,42 +471,42 @@ def _file_of(pid: int, number: int) -> int:
         os.close(process)
 
 
-@fault(
+@register_fault(
     "a stop under torchrun", spreads=SEVERAL, phases=watched_commands.TRAINING, variants=("SIGTERM", "SIGINT"), share=1
 )
 def stop_torchrun(scene: Scene) -> None:
     """Its workers write a checkpoint of the current step."""
-    command = _started(scene)
+    command = _start_under_torchrun(scene)
     command.send(getattr(signal, scene.variant))
-    ended = scene.interrupted(command)
-    reached, saved = invariants.last_step(scene.run), invariants.checkpoint_steps(scene.run)
+    ended = scene.wait_for_interruption(command)
+    reached, saved = invariants.find_last_step(scene.run), invariants.list_checkpoint_steps(scene.run)
     require(not reached or (saved and saved[-1] == reached), f"stopped at {reached}, checkpoints of {saved}: {ended}")
-    scene.resumes()
+    scene.resume_and_compare()
 
 
-@fault("a worker killed under torchrun", spreads=SEVERAL, phases=watched_commands.TRAINING, share=0.7)
+@register_fault("a worker killed under torchrun", spreads=SEVERAL, phases=watched_commands.TRAINING, share=0.7)
 def kill_under_torchrun(scene: Scene) -> None:
     """The other rank ends by itself and names the killed one."""
-    command = _started(scene)
-    rank, worker = scene.drawn_worker(command)
+    command = _start_under_torchrun(scene)
+    rank, worker = scene.draw_worker(command)
     command.send(signal.SIGKILL, worker)
-    ended = scene.interrupted(command)
+    ended = scene.wait_for_interruption(command)
     require(f"error: rank {rank}" in ended.text, f"rank {rank} is not named: {ended}")
-    invariants.none_lost(scene.run)
-    scene.resumes()
+    invariants.check_none_lost(scene.run)
+    scene.resume_and_compare()
 
 
-@fault("SIGKILL of the node agent", spreads=SEVERAL, phases=watched_commands.TRAINING, share=0.7)
+@register_fault("SIGKILL of the node agent", spreads=SEVERAL, phases=watched_commands.TRAINING, share=0.7)
 def kill_agent(scene: Scene) -> None:
     """The workers of torchrun end with it, and the run goes on."""
-    command = _started(scene)
+    command = _start_under_torchrun(scene)
     command.send(signal.SIGKILL)
-    scene.interrupted(command)
-    invariants.none_lost(scene.run)
-    scene.resumes()
+    scene.wait_for_interruption(command)
+    invariants.check_none_lost(scene.run)
+    scene.resume_and_compare()
 
 
-def _started(scene: Scene) -> Command:
+def _start_under_torchrun(scene: Scene) -> Command:
     """The run under torchrun, in the phase of the case."""
     processes = str(scene.case.spread[1])
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes)

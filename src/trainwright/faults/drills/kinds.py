@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from trainwright.recipe.strategy_spec import spec_of
+from trainwright.recipe.strategy_spec import look_up_strategy
 
 if TYPE_CHECKING:
     from trainwright.faults.drills.trial_environment import Scene
@@ -27,14 +27,14 @@ class Worlds(Enum):
     SEVERAL = "those of several processes"
     COPIES = "those of several processes, each with all weights and their optimizer state"
 
-    def among(self, spreads: Sequence[Spread]) -> tuple[Spread, ...]:
+    def select_spreads(self, spreads: Sequence[Spread]) -> tuple[Spread, ...]:
         """Return those of the spreads."""
         if self is Worlds.ONE:
             return (min(spreads, key=lambda spread: spread[1]),)
         matching = tuple(spread for spread in spreads if self is Worlds.ANY or spread[1] > 1)
         if self is not Worlds.COPIES:
             return matching
-        return tuple(spread for spread in matching if not spec_of(spread[0]).shards)
+        return tuple(spread for spread in matching if not look_up_strategy(spread[0]).shards)
 
 
 ANY, SEVERAL, COPIES = Worlds.ANY, Worlds.SEVERAL, Worlds.COPIES
@@ -75,9 +75,9 @@ class FaultKind:
     seconds: float
     needs: Callable[[], str | None]
 
-    def cases(self, spreads: Sequence[Spread], phases: Collection[str]) -> tuple[FaultCase, ...]:
+    def list_cases(self, spreads: Sequence[Spread], phases: Collection[str]) -> tuple[FaultCase, ...]:
         """Return every case on these spreads, in a run that has these phases."""
-        chosen = self.spreads.among(spreads) if isinstance(self.spreads, Worlds) else self.spreads
+        chosen = self.spreads.select_spreads(spreads) if isinstance(self.spreads, Worlds) else self.spreads
         moments = [phase for phase in self.phases if not phase or phase in phases]
         return tuple(FaultCase(*parts) for parts in itertools.product(chosen, moments, self.variants))
 
@@ -85,7 +85,7 @@ class FaultKind:
 KINDS: dict[str, FaultKind] = {}
 
 
-def fault(
+def register_fault(
     name: str,
     *,
     spreads: Worlds | Sequence[Spread] = Worlds.ONE,
@@ -126,14 +126,14 @@ class DrillTrial:
         return f"{self.seed}:{self.name}:{self.case}"
 
 
-def matching(patterns: Sequence[str]) -> dict[str, FaultKind]:
+def select_kinds(patterns: Sequence[str]) -> dict[str, FaultKind]:
     """Return the kinds that one of these shell patterns matches; all without patterns."""
     if not patterns:
         return dict(KINDS)
     return {name: kind for name, kind in KINDS.items() if any(fnmatch.fnmatch(name, one) for one in patterns)}
 
 
-def schedule(seed: int, trials: int, cases: Mapping[str, Sequence[FaultCase]]) -> list[DrillTrial]:
+def schedule_trials(seed: int, trials: int, cases: Mapping[str, Sequence[FaultCase]]) -> list[DrillTrial]:
     """Distribute ``trials`` over the kinds by their shares, at least one each, in an order drawn by the seed.
 
     Args:
@@ -147,7 +147,7 @@ def schedule(seed: int, trials: int, cases: Mapping[str, Sequence[FaultCase]]) -
     for name in itertools.islice(itertools.cycle(by_rest), max(0, trials - sum(counts.values()))):
         counts[name] += 1
     drawn = [
-        DrillTrial(name, ordinal, seed, drawn_case(seed, name, cases[name], ordinal))
+        DrillTrial(name, ordinal, seed, draw_case(seed, name, cases[name], ordinal))
         for name, count in counts.items()
         for ordinal in range(count)
     ]
@@ -157,14 +157,14 @@ def schedule(seed: int, trials: int, cases: Mapping[str, Sequence[FaultCase]]) -
     return drawn[:trials]
 
 
-def drawn_case(seed: int, kind: str, cases: Sequence[FaultCase], ordinal: int) -> FaultCase:
+def draw_case(seed: int, kind: str, cases: Sequence[FaultCase], ordinal: int) -> FaultCase:
     """Return the case of a kind's trial ``ordinal`` (from 0): all in an order drawn by the seed, then again."""
     order = list(cases)
     random.Random(f"{seed}/{kind}/{ordinal // len(order)}").shuffle(order)
     return order[ordinal % len(order)]
 
 
-def moved(
+def move_trials(
     trials: Sequence[DrillTrial], refused: Collection[Spread], cases: Mapping[str, Sequence[FaultCase]]
 ) -> list[DrillTrial]:
     """Return the trials, with another case drawn by the seed for those on a spread that the recipe cannot be trained

@@ -22,7 +22,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from trainwright.api.recipe import Recipe, source_of, stem_of
+from trainwright.api.recipe import Recipe, choose_stem, extract_source
 from trainwright.api.separate_process import run_in_process
 from trainwright.errors import (
     EXIT_MACHINE,
@@ -36,15 +36,15 @@ from trainwright.errors import (
 )
 from trainwright.faults.drills import trial_settings
 from trainwright.faults.drills.invariants import InvariantBroken, Missed, Skipped, Undisturbed
-from trainwright.faults.drills.kinds import KINDS, DrillTrial, Spread, matching, moved, schedule
-from trainwright.faults.drills.trial_environment import perform, undisturbed_seconds
+from trainwright.faults.drills.kinds import KINDS, DrillTrial, Spread, move_trials, schedule_trials, select_kinds
+from trainwright.faults.drills.trial_environment import inject_fault, measure_undisturbed_seconds
 from trainwright.faults.drills.trial_settings import TrialSettings
 from trainwright.machine.sharing import lock_directory
 from trainwright.recipe.loading import dump_recipe
-from trainwright.run.shutdown.stop import interruptible, signal_after_parent
+from trainwright.run.shutdown.stop import interrupt_on_stop, signal_after_parent
 from trainwright.utils import text
 from trainwright.utils.activity import Activity
-from trainwright.utils.paths import user_path, write_file
+from trainwright.utils.paths import expand_user_path, write_file
 from trainwright.utils.text import say
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def run_trials(
                 directory = work / f"{trial.seed}-{trial.name.replace('/', '-').replace(' ', '_')}"
                 shutil.rmtree(directory, ignore_errors=True)
                 directory.mkdir(parents=True)
-                process = context.Process(target=_in_process, args=(trial, directory, setting))
+                process = context.Process(target=_run_in_process, args=(trial, directory, setting))
                 process.start()
                 going[process] = (trial, directory, time.monotonic())
             for process in list(going):
@@ -124,7 +124,7 @@ def run_trials(
                 seconds = time.monotonic() - started
                 if process.is_alive() and seconds < KINDS[trial.kind].seconds + 2 * setting.patience:
                     continue
-                verdict, why, measures = _verdict(process, directory, seconds)
+                verdict, why, measures = _read_verdict(process, directory, seconds)
                 del going[process]
                 if verdict in (HELD, SKIPPED) and not keep:
                     shutil.rmtree(directory, ignore_errors=True)
@@ -147,7 +147,7 @@ def run_trials(
             _end(process)
 
 
-def _in_process(trial: DrillTrial, directory: Path, setting: TrialSettings) -> None:
+def _run_in_process(trial: DrillTrial, directory: Path, setting: TrialSettings) -> None:
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # so that the trial ends its commands
@@ -157,7 +157,7 @@ def _in_process(trial: DrillTrial, directory: Path, setting: TrialSettings) -> N
     try:
         if reason := kind.needs():
             raise Skipped(reason)
-        measures = perform(trial, directory, setting)
+        measures = inject_fault(trial, directory, setting)
     except InvariantBroken as error:
         verdict, why = BROKEN, str(error)
     except Missed as error:
@@ -169,7 +169,7 @@ def _in_process(trial: DrillTrial, directory: Path, setting: TrialSettings) -> N
     (directory / "verdict.json").write_text(json.dumps([verdict, why, measures]))
 
 
-def _verdict(process: Any, directory: Path, seconds: float) -> tuple[str, str, dict[str, float]]:
+def _read_verdict(process: Any, directory: Path, seconds: float) -> tuple[str, str, dict[str, float]]:
     if process.is_alive():
         _end(process)
         return BROKEN, f"no end in {seconds:.0f} s", {}
@@ -229,7 +229,7 @@ class Row:
         }
 
 
-def rows_of(lines: Mapping[DrillTrial, dict[str, Any] | None]) -> list[Row]:
+def build_rows(lines: Mapping[DrillTrial, dict[str, Any] | None]) -> list[Row]:
     """Return a row for each kind with a verdict, by name, and the last one for all."""
     rows: dict[str, Row] = {}
     for trial, line in sorted(lines.items(), key=lambda item: item[0].name):
@@ -238,21 +238,23 @@ def rows_of(lines: Mapping[DrillTrial, dict[str, Any] | None]) -> list[Row]:
     return [*rows.values(), Row("all", [line for row in rows.values() for line in row.lines])]
 
 
-def table(lines: Mapping[DrillTrial, dict[str, Any] | None]) -> str:
+def format_table(lines: Mapping[DrillTrial, dict[str, Any] | None]) -> str:
     """Return the table, as wide as it is, with its notes."""
-    return shown(cells(lines), notes(lines))
+    return format_results(format_cells(lines), list_notes(lines))
 
 
-def cells(lines: Mapping[DrillTrial, dict[str, Any] | None]) -> list[list[str]]:
+def format_cells(lines: Mapping[DrillTrial, dict[str, Any] | None]) -> list[list[str]]:
     """Return the cells of the table by row, the head first."""
     table = [["kind", "tries", HELD, BROKEN, MISSED, SKIPPED, *_MEASURES.values()]]
-    for row in rows_of(lines):
+    for row in build_rows(lines):
         counts = [str(row.count(*each)) for each in ((HELD, BROKEN, MISSED), (HELD,), (BROKEN,), (MISSED,), (SKIPPED,))]
-        table.append([row.kind, *counts, *(_shown(measure, row.median(measure)) for measure in _MEASURES)])
+        table.append([row.kind, *counts, *(_format_measure(measure, row.median(measure)) for measure in _MEASURES)])
     return table
 
 
-def notes(results: Mapping[DrillTrial, dict[str, Any] | None], refused: Mapping[str, str] | None = None) -> list[str]:
+def list_notes(
+    results: Mapping[DrillTrial, dict[str, Any] | None], refused: Mapping[str, str] | None = None
+) -> list[str]:
     """Return the trials that did not hold with their reasons, and what could not be tried here.
 
     Args:
@@ -263,7 +265,7 @@ def notes(results: Mapping[DrillTrial, dict[str, Any] | None], refused: Mapping[
         for trial, line in results.items()
         if line and line["verdict"] in (BROKEN, MISSED)
     ]
-    skipped = {(row.kind, why) for row in rows_of(results)[:-1] for why in row.as_json()["skipped_because"]}
+    skipped = {(row.kind, why) for row in build_rows(results)[:-1] for why in row.as_json()["skipped_because"]}
     skipped |= set((refused or {}).items())
     lines += [f"not tried here: {kind}: {why}" for kind, why in sorted(skipped)]
     if missing := sum(line is None for line in results.values()):
@@ -271,20 +273,20 @@ def notes(results: Mapping[DrillTrial, dict[str, Any] | None], refused: Mapping[
     return lines
 
 
-def shown(cells: Sequence[Sequence[str]], notes: Sequence[str], width: int | None = None) -> str:
+def format_results(cells: Sequence[Sequence[str]], notes: Sequence[str], width: int | None = None) -> str:
     """Return the table and its notes as text.
 
     Args:
         width: columns of the terminal: if they are too few, what no trial has is left out. None: as many as needed.
     """
-    lines = list(text.table(cells, numbers=True))
+    lines = list(text.format_table(cells, numbers=True))
     if width is not None and max(map(len, lines)) > width:
         columns = [column for column in zip(*cells, strict=True) if {*column[1:]} - {"0", "-"}]
-        lines = list(text.table([*zip(*columns, strict=True)], width, numbers=True))
+        lines = list(text.format_table([*zip(*columns, strict=True)], width, numbers=True))
     return "\n".join([*lines, *notes])
 
 
-def _shown(measure: str, value: float | None) -> str:
+def _format_measure(measure: str, value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:g} step{'' if value == 1 else 's'}" if measure == "lost" else f"{value:.1f} s"
@@ -330,7 +332,7 @@ class Drill:
 
     def table(self, width: int | None = None) -> str:
         """Return the table for a terminal with ``width`` columns. None: as wide as it is."""
-        return shown(self.cells, self.notes, width)
+        return format_results(self.cells, self.notes, width)
 
     def values(self) -> dict[str, Any]:
         """Return the results as in ``drill.json``."""
@@ -385,8 +387,8 @@ def drill(
             ...
         trainwright.errors.RequestError: --kinds earthquake: no kind of fault has such a name; known are: ...
     """
-    source = source_of(recipe)
-    directory = user_path(output or Path("drills") / stem_of(source)).absolute()
+    source = extract_source(recipe)
+    directory = expand_user_path(output or Path("drills") / choose_stem(source)).absolute()
     request = DrillRequest(
         source,
         overrides,
@@ -428,24 +430,24 @@ def _drill(request: DrillRequest, progress: bool) -> Drill:
     if not Path("/proc").is_dir():
         raise MachineError("a drill finds the processes of its runs in /proc, which only Linux has")
     started, directory = time.monotonic(), request.directory
-    recipe = trial_settings.shortened(request.recipe, request.overrides)
-    spreads = trial_settings.spreads_of(recipe, request.strategies, request.processes)
-    trials = _trials(request, recipe, spreads)
+    recipe = trial_settings.load_shortened_recipe(request.recipe, request.overrides)
+    spreads = trial_settings.list_spreads(recipe, request.strategies, request.processes)
+    trials = _list_trials(request, recipe, spreads)
     _check_directory(request, dump_recipe(recipe))
     directory.mkdir(parents=True, exist_ok=True)
     results = CampaignResults(directory / _TRIALS)
-    with lock_directory(directory, f"{directory} is used by another drill"), interruptible():
-        setting = trial_settings.setting_of(recipe, directory / _RECIPE, spreads, directory / "undisturbed")
+    with lock_directory(directory, f"{directory} is used by another drill"), interrupt_on_stop():
+        setting = trial_settings.build_setting(recipe, directory / _RECIPE, spreads, directory / "undisturbed")
         try:
-            _perform(request, recipe, trials, results, setting, started, progress)
+            _run_campaign(request, recipe, trials, results, setting, started, progress)
         except Interrupted:
             raise Stopped(f"stopped; to continue, repeat the command with --resume --output {directory}") from None
-        trials, refused = _possible(trials, recipe, setting)
+        trials, refused = _select_possible_trials(trials, recipe, setting)
         lines = results.of(trials)
-        rows = tuple(row.as_json() for row in rows_of(lines))
+        rows = tuple(row.as_json() for row in build_rows(lines))
         remaining = sum(line is None for line in lines.values())
         why = {f"{strategy} on {processes}": str(failure) for (strategy, processes), failure in refused.items()}
-        result = Drill(directory, rows, remaining, cells(lines), notes(lines, why), why)
+        result = Drill(directory, rows, remaining, format_cells(lines), list_notes(lines, why), why)
         write_file(directory / SUMMARY, json.dumps(result.values(), indent=2) + "\n")
     return result
 
@@ -467,7 +469,7 @@ def _check_directory(request: DrillRequest, recipe: str) -> None:
         raise RequestError(f"--resume: the drill in {directory} is of another recipe; choose another --output")
 
 
-def _trials(request: DrillRequest, recipe: schema.RecipeSchema, spreads: tuple[Spread, ...]) -> list[DrillTrial]:
+def _list_trials(request: DrillRequest, recipe: schema.RecipeSchema, spreads: tuple[Spread, ...]) -> list[DrillTrial]:
     """Return the trials in their order. Raises RequestError if there are none."""
     from trainwright.faults.drills import damage, kills  # noqa: F401
 
@@ -475,32 +477,34 @@ def _trials(request: DrillRequest, recipe: schema.RecipeSchema, spreads: tuple[S
         if value is not None and value <= 0:
             raise RequestError(f"--{name} {value}: expected more than 0")
     for pattern in request.kinds:
-        if not matching([pattern]):
+        if not select_kinds([pattern]):
             kinds = ", ".join(KINDS)
             raise RequestError(f"--kinds {pattern}: no kind of fault has such a name; known are: {kinds}")
-    phases = trial_settings.phases_of(recipe)
-    cases = {name: kind.cases(spreads, phases) for name, kind in matching(request.kinds).items()}
+    phases = trial_settings.list_phases(recipe)
+    cases = {name: kind.list_cases(spreads, phases) for name, kind in select_kinds(request.kinds).items()}
     one_of_each = sum(map(bool, cases.values()))
-    trials = schedule(request.seed, request.tries or (_MOST_TRIALS if request.minutes else one_of_each), cases)
+    trials = schedule_trials(request.seed, request.tries or (_MOST_TRIALS if request.minutes else one_of_each), cases)
     if not trials:
         raise RequestError("--processes: these kinds of faults need several processes; add a number above 1")
     return trials
 
 
-def _possible(
+def _select_possible_trials(
     trials: Sequence[DrillTrial], recipe: schema.RecipeSchema, setting: TrialSettings
 ) -> tuple[list[DrillTrial], dict[Spread, Undisturbed]]:
     """Return the trials, none on a spread that the recipe has failed with if there is another, and these spreads."""
-    refused = trial_settings.refusals(
+    refused = trial_settings.read_refusals(
         setting, dict.fromkeys([*setting.spreads, *(trial.case.spread for trial in trials)])
     )
     others = [spread for spread in setting.spreads if spread not in refused]
     kinds = {trial.kind for trial in trials if trial.case.spread in refused}
-    cases = {kind: KINDS[kind].cases(others, trial_settings.phases_of(recipe)) if others else () for kind in kinds}
-    return moved(trials, refused, cases), refused
+    cases = {
+        kind: KINDS[kind].list_cases(others, trial_settings.list_phases(recipe)) if others else () for kind in kinds
+    }
+    return move_trials(trials, refused, cases), refused
 
 
-def _perform(
+def _run_campaign(
     request: DrillRequest,
     recipe: schema.RecipeSchema,
     trials: list[DrillTrial],
@@ -517,25 +521,25 @@ def _perform(
 
     def still_left() -> list[DrillTrial]:
         nonlocal refused
-        possible, refused = _possible(trials, recipe, setting)
+        possible, refused = _select_possible_trials(trials, recipe, setting)
         verdicts = results.of([trial for trial in possible if (trial.name, str(trial.case)) not in finished])
         return [trial for trial, line in verdicts.items() if line is None or line["verdict"] in (BROKEN, MISSED)]
 
     if not (remaining := still_left()):
         return
-    setting = replace(setting, patience=max(setting.patience, 10 * _undisturbed_seconds(setting, remaining, stream)))
+    setting = replace(setting, patience=max(setting.patience, 10 * _measure_undisturbed(setting, remaining, stream)))
 
     def over() -> bool:
         return request.minutes is not None and time.monotonic() - started >= 60 * request.minutes
 
     def over_or_refused() -> bool:
-        return over() or len(_possible(trials, recipe, setting)[1]) > len(refused)
+        return over() or len(_select_possible_trials(trials, recipe, setting)[1]) > len(refused)
 
     def waiting(trials: Sequence[DrillTrial], seconds: float) -> None:
         # Drawn from the loop, as processes are forked from this one: a thread could hold a lock meanwhile.
         if stream and text.is_terminal(stream):
             names = ", ".join(trial.name for trial in trials)
-            text.draw(f"[{len(finished) + 1}{of}] {names}", stream, f" … {text.duration(seconds)}")
+            text.draw(f"[{len(finished) + 1}{of}] {names}", stream, f" … {text.format_duration(seconds)}")
 
     # That the recipe cannot be trained with a strategy is only known once it has failed: its trials are moved then.
     while (remaining := still_left()) and not over():
@@ -550,10 +554,10 @@ def _perform(
                 say(f"[{len(finished)}{of}] {about}  {why}".rstrip(), file=stream)
 
 
-def _undisturbed_seconds(setting: TrialSettings, trials: Sequence[DrillTrial], stream: TextIO | None) -> float:
+def _measure_undisturbed(setting: TrialSettings, trials: Sequence[DrillTrial], stream: TextIO | None) -> float:
     """Return what a run takes without a fault. Raises MachineError, RequestError or TrainingError if none finishes."""
     try:
         with Activity(stream, "training once without a fault"):
-            return undisturbed_seconds(replace(setting, patience=_FIRST_RUN_SECONDS), trials)
+            return measure_undisturbed_seconds(replace(setting, patience=_FIRST_RUN_SECONDS), trials)
     except Undisturbed as error:
         raise _ERRORS.get(error.code, TrainingError)(str(error)) from None

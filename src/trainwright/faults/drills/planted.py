@@ -22,7 +22,7 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}  # by the bytes of an element
 _MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10}
 
 
-def flip(tensor: torch.Tensor, position: float, bit: int) -> None:
+def flip_bit(tensor: torch.Tensor, position: float, bit: int) -> None:
     """Flip a bit of the element at this share of a tensor's elements."""
     bits = tensor.detach().view(_INTEGERS[tensor.element_size()]).view(-1)
     bits[int(position * len(bits))] ^= 1 << bit
@@ -44,7 +44,7 @@ class Planted(StepPolicy):
 
     def flip(self, tensor: torch.Tensor) -> None:
         """Flip the bit, of the mantissa."""
-        flip(tensor, self.where["place"], self.where["bit"] % _MANTISSA_BITS[tensor.dtype])
+        flip_bit(tensor, self.where["place"], self.where["bit"] % _MANTISSA_BITS[tensor.dtype])
 
     def change_output(self, change: Callable[[torch.Tensor], object]) -> None:
         """Change what the first block returns, in the training pass of this number from now on.

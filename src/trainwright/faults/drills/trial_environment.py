@@ -20,7 +20,7 @@ from trainwright.faults.drills.invariants import InvariantBroken, Missed, Undist
 from trainwright.faults.drills.kinds import KINDS, DrillTrial, FaultCase, Spread
 from trainwright.faults.drills.trial_settings import REFERENCE, TrialSettings, forget_refusals, make_once
 from trainwright.faults.drills.watched_commands import TRAINWRIGHT, Command, CommandResult
-from trainwright.run.run_directory import override_of, with_directory
+from trainwright.run.run_directory import format_directory_override, set_directory
 
 FINISHED, REQUEST, MACHINE, FAILED, FAULT, STOPPED = 0, 2, 3, 4, 5, 75
 # Attempts to inject a fault at its moment.
@@ -102,14 +102,14 @@ class Scene:
         """Return the recipe and its overrides."""
         strategy, processes = self.case.spread
         spread = (f"parallel.strategy={strategy}", f"parallel.num_processes={processes}")
-        return (str(self.recipe), override_of(self.run), *spread, *overrides)
+        return (str(self.recipe), format_directory_override(self.run), *spread, *overrides)
 
     def go_on(self, *overrides: str, first: Sequence[str] = ()) -> CommandResult:
         """Continue as a user would after a stop: resume the run, or start it again if nothing was saved."""
         if (self.run / "recipe.yaml").exists():
             command = self.trainwright("train", "--resume", str(self.run), *overrides)
         else:
-            require(not self.run.exists(), f"{self.run} is there, without a recipe: {_listing(self.run)}")
+            require(not self.run.exists(), f"{self.run} is there, without a recipe: {_list_files(self.run)}")
             command = self.train(*first, *overrides)
         return self.wait(command)
 
@@ -119,7 +119,7 @@ class Scene:
 
     def reach(self, command: Command) -> None:
         """Wait for the phase of the case, just before the fault."""
-        sight = watched_commands.sight(self.run, self.phase, self.draw, evaluates=self.setting.evaluates)
+        sight = watched_commands.build_phase_check(self.run, self.phase, self.draw, evaluates=self.setting.evaluates)
         watched_commands.reach(command, sight, self.phase, self.draw, self.setting.patience)
         self.injected = time.time()
 
@@ -129,15 +129,15 @@ class Scene:
 
     def wait_for_step(self, command: Command, step: int, starts: int) -> None:
         """Wait until the launch with this index has reached a step."""
-        self.wait_until(command, lambda: invariants.step_since(self.run, starts) >= step)
+        self.wait_until(command, lambda: invariants.find_step_since(self.run, starts) >= step)
 
-    def workers(self, command: Command) -> dict[int, int]:
+    def list_workers(self, command: Command) -> dict[int, int]:
         """Return the process of each rank, once all exist."""
         workers: dict[int, int] = {}
 
         def all_there() -> bool:
             workers.clear()
-            workers.update(command.workers())
+            workers.update(command.list_workers())
             if len(workers) == self.case.spread[1]:
                 return True
             time.sleep(0.02)  # it reads all processes of the machine
@@ -146,13 +146,13 @@ class Scene:
         self.wait_until(command, all_there)
         return workers
 
-    def drawn_worker(self, command: Command) -> tuple[int, int]:
+    def draw_worker(self, command: Command) -> tuple[int, int]:
         """Return a rank, drawn once the processes of all exist, and its process."""
-        workers = self.workers(command)
+        workers = self.list_workers(command)
         rank = self.draw.choice(list(workers))
         return rank, workers[rank]
 
-    def interrupted(self, command: Command) -> CommandResult:
+    def wait_for_interruption(self, command: Command) -> CommandResult:
         """Return how a command ends that was sent a signal. Missed if the run had finished before."""
         ended = self.wait(command)
         if ended.code == FINISHED:
@@ -180,12 +180,12 @@ class Scene:
         control = _CONTROL.search(ended.text)
         require(not control, f"control character {control and control[0]!r} in the output: {ended.text[-1000:]!r}")
 
-    def stays_undisturbed(self, ended: CommandResult, overrides: Sequence[str] = ()) -> None:
+    def check_finished_undisturbed(self, ended: CommandResult, overrides: Sequence[str] = ()) -> None:
         """Require that the command finished the run as if nothing had happened."""
         self.expect(ended, (FINISHED,))
-        self.as_undisturbed(overrides)
+        self.check_undisturbed(overrides)
 
-    def resumes(self, *more: str, overrides: Sequence[str] = (), exact: bool = True) -> None:
+    def resume_and_compare(self, *more: str, overrides: Sequence[str] = (), exact: bool = True) -> None:
         """Resume the run to its end, and require that it is the undisturbed run.
 
         Args:
@@ -194,16 +194,16 @@ class Scene:
         """
         ended = self.go_on(*more, first=overrides)
         self.expect(ended, (FINISHED,))
-        self.as_undisturbed(overrides, exact=exact)
+        self.check_undisturbed(overrides, exact=exact)
 
-    def as_undisturbed(self, overrides: Sequence[str] = (), *, exact: bool = True) -> None:
+    def check_undisturbed(self, overrides: Sequence[str] = (), *, exact: bool = True) -> None:
         """Require that the run is the undisturbed one, with nothing half-written beside its checkpoints."""
-        invariants.complete_and_same(self.run, self.reference(overrides), exact=exact)
-        invariants.none_lost(self.run)
+        invariants.check_complete_and_same(self.run, self.reference(overrides), exact=exact)
+        invariants.check_none_lost(self.run)
         leftovers = [path.name for path in (self.run / "checkpoints").iterdir() if path.name.startswith(".")]
         require(not leftovers, f"left in checkpoints/: {leftovers}")
 
-    def nothing_else_changed(self) -> None:
+    def check_nothing_else_changed(self) -> None:
         """Require that outside the run's directory nothing of the trial has changed, nor in its home if it has one."""
         if self._before is None:
             return
@@ -237,25 +237,25 @@ class Scene:
 
     # The undisturbed run
 
-    def stopped_run(self) -> None:
+    def provide_stopped_run(self) -> None:
         """Provide a run that was killed after its third checkpoint, copied from one that is made once."""
-        original = self._once("stopped", (), self._make_stopped)
+        original = self._make_run_once("stopped", (), self._make_stopped)
         shutil.copytree(original, self.run, symlinks=True)
         self.remember()
 
     def reference(self, overrides: Sequence[str] = ()) -> Path:
         """Return the directory of the run of this case without a fault, made once."""
-        return self._once(REFERENCE, overrides, self._make_reference)
+        return self._make_run_once(REFERENCE, overrides, self._make_reference)
 
     def can_train(self, spread: Spread) -> bool:
         """Return whether the run finishes without a fault on another strategy or number of processes."""
         try:
-            _reference(self.setting, replace(self.trial, case=FaultCase(spread)))
+            _make_reference_run(self.setting, replace(self.trial, case=FaultCase(spread)))
         except Undisturbed:
             return False
         return True
 
-    def _once(self, name: str, overrides: Sequence[str], make: Callable[[Path, Sequence[str]], None]) -> Path:
+    def _make_run_once(self, name: str, overrides: Sequence[str], make: Callable[[Path, Sequence[str]], None]) -> Path:
         files = [self.work / name for name in self.setting.files]
         return make_once(self.setting, files, self.case.spread, name, overrides, make)
 
@@ -273,7 +273,7 @@ class Scene:
         return {"HOME": str(self.home), **self.setting.variables, **variables}
 
     def _start_at(self, run: Path, overrides: Sequence[str]) -> Command:
-        arguments = with_directory(self.asked(), run)
+        arguments = set_directory(self.asked(), run)
         cache = self.setting.shared / "cache"
         cache.mkdir(parents=True, exist_ok=True)
         return Command(
@@ -292,7 +292,7 @@ class Scene:
             command.kill()
         if ended.code != FINISHED:
             raise Undisturbed(ended.code, ended.text)
-        first = next(event["time"] for event in invariants.lines(run) if event["event"] == "step")
+        first = next(event["time"] for event in invariants.read_lines(run) if event["event"] == "step")
         run.with_name("seconds.json").write_text(json.dumps({"start": first - started, "all": ended.seconds}))
 
     def _make_stopped(self, run: Path, overrides: Sequence[str]) -> None:
@@ -305,12 +305,12 @@ class Scene:
                 self.wait_until(command, lambda: watched_commands.has_event(run, "step", watched_commands.STEPS - 4))
             finally:
                 command.kill()
-            if invariants.checkpoint_steps(run) == [6, 12, 18]:
+            if invariants.list_checkpoint_steps(run) == [6, 12, 18]:
                 return
         raise InvariantBroken("no run could be killed between its third checkpoint and its end")
 
 
-def perform(trial: DrillTrial, directory: Path, setting: TrialSettings) -> dict[str, float]:
+def inject_fault(trial: DrillTrial, directory: Path, setting: TrialSettings) -> dict[str, float]:
     """Inject the trial's fault into a run; return the measurements. Raises a verdict unless everything held."""
     kind = KINDS[trial.kind]
     for attempt in range(_ATTEMPTS):
@@ -320,8 +320,8 @@ def perform(trial: DrillTrial, directory: Path, setting: TrialSettings) -> dict[
         try:
             scene.reference()  # a run that does not finish without a fault is not tried with one
             kind.inject(scene)
-            scene.nothing_else_changed()
-            return measured(scene)
+            scene.check_nothing_else_changed()
+            return measure_trial(scene)
         except Missed:
             if attempt == _ATTEMPTS - 1:
                 raise
@@ -335,16 +335,20 @@ def perform(trial: DrillTrial, directory: Path, setting: TrialSettings) -> dict[
     raise AssertionError("unreachable")
 
 
-def measured(scene: Scene) -> dict[str, float]:
+def measure_trial(scene: Scene) -> dict[str, float]:
     """Return the measures of the trial; ``start``: what an undisturbed start takes to its first step, with imports."""
     if scene.injected is None or not scene.run.exists():
         return {}
     failed = [command.wait(0).at for command in scene.commands if command.ended and command.wait(0).code]
-    measures = measures_of(invariants.lines(scene.run), scene.injected, failed)
-    return {**measures, "start": seconds_of(scene.reference())["start"]} if "recovery" in measures else measures
+    measures = compute_measures(invariants.read_lines(scene.run), scene.injected, failed)
+    return (
+        {**measures, "start": read_undisturbed_seconds(scene.reference())["start"]}
+        if "recovery" in measures
+        else measures
+    )
 
 
-def measures_of(events: Sequence[dict[str, Any]], injected: float, failed: Sequence[float]) -> dict[str, float]:
+def compute_measures(events: Sequence[dict[str, Any]], injected: float, failed: Sequence[float]) -> dict[str, float]:
     """Return the seconds until the fault was reported and until the next step, and the repeated steps.
 
     Args:
@@ -367,13 +371,13 @@ def measures_of(events: Sequence[dict[str, Any]], injected: float, failed: Seque
     return measures
 
 
-def seconds_of(reference: Path) -> dict[str, float]:
+def read_undisturbed_seconds(reference: Path) -> dict[str, float]:
     """Return what an undisturbed run took to its first step, and in all."""
     seconds: dict[str, float] = json.loads(reference.with_name("seconds.json").read_text())
     return seconds
 
 
-def undisturbed_seconds(setting: TrialSettings, trials: Iterable[DrillTrial]) -> float:
+def measure_undisturbed_seconds(setting: TrialSettings, trials: Iterable[DrillTrial]) -> float:
     """Return what a run takes without a fault, of the first strategy and number of processes with which it finishes:
     those of the trials, then others. Raises Undisturbed, of the first run, if none does; the next call tries all again.
     """
@@ -383,7 +387,7 @@ def undisturbed_seconds(setting: TrialSettings, trials: Iterable[DrillTrial]) ->
     first: Undisturbed | None = None
     for trial in every.values():
         try:
-            return seconds_of(_reference(setting, trial))["all"]
+            return read_undisturbed_seconds(_make_reference_run(setting, trial))["all"]
         except Undisturbed as error:
             first = first or error
     forget_refusals(setting, every)
@@ -391,10 +395,10 @@ def undisturbed_seconds(setting: TrialSettings, trials: Iterable[DrillTrial]) ->
     raise first
 
 
-def _reference(setting: TrialSettings, trial: DrillTrial) -> Path:
+def _make_reference_run(setting: TrialSettings, trial: DrillTrial) -> Path:
     with tempfile.TemporaryDirectory(prefix="trainwright-drill-") as directory:
         return Scene(trial, Path(directory, "scene"), setting).reference()
 
 
-def _listing(directory: Path) -> list[str]:
+def _list_files(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))[:40]

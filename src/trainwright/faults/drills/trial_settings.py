@@ -20,7 +20,7 @@ from trainwright.faults.drills.kinds import Spread
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.registries import SCHEDULES
 from trainwright.recipe.schema import FaultsSection, OptimizerSection, RecipeSchema
-from trainwright.recipe.strategy_spec import all_specs, spec_of
+from trainwright.recipe.strategy_spec import load_strategies, look_up_strategy
 from trainwright.recipe.yaml_text import Tree
 
 
@@ -49,10 +49,10 @@ class TrialSettings:
     evaluates: bool = True
     halvable: tuple[str, ...] = ()
     patience: float = 150.0
-    code: str = field(default_factory=lambda: code_of_the_product())
+    code: str = field(default_factory=lambda: hash_product_code())
 
 
-def code_of_the_product() -> str:
+def hash_product_code() -> str:
     """Return a digest of the product's source: another source has other undisturbed runs."""
     root = Path(trainwright.__file__).parent
     digest = hashlib.sha256()
@@ -81,11 +81,11 @@ def make_once(
     Raises:
         Undisturbed: it does not finish. If it would not do so another time, it is not tried again.
     """
-    directory = _directory(setting, files, spread, name, overrides)
+    directory = _locate_run(setting, files, spread, name, overrides)
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if (failure := _failure(directory)) is not None:
+        if (failure := _read_failure(directory)) is not None:
             raise failure
         if not (directory / "run").exists():
             for file in files:
@@ -101,23 +101,23 @@ def make_once(
     return directory / "run"
 
 
-def refusals(setting: TrialSettings, spreads: Iterable[Spread]) -> dict[Spread, Undisturbed]:
+def read_refusals(setting: TrialSettings, spreads: Iterable[Spread]) -> dict[Spread, Undisturbed]:
     """Return the strategies and numbers of processes that the recipe has failed with, and how."""
-    failures = {spread: _failure(_reference(setting, spread)) for spread in spreads}
+    failures = {spread: _read_failure(_locate_reference(setting, spread)) for spread in spreads}
     return {spread: failure for spread, failure in failures.items() if failure is not None}
 
 
 def forget_refusals(setting: TrialSettings, spreads: Iterable[Spread]) -> None:
     """Let runs that have failed be tried again."""
     for spread in spreads:
-        (_reference(setting, spread) / _FAILURE).unlink(missing_ok=True)
+        (_locate_reference(setting, spread) / _FAILURE).unlink(missing_ok=True)
 
 
-def _reference(setting: TrialSettings, spread: Spread) -> Path:
-    return _directory(setting, setting.files.values(), spread, REFERENCE, ())
+def _locate_reference(setting: TrialSettings, spread: Spread) -> Path:
+    return _locate_run(setting, setting.files.values(), spread, REFERENCE, ())
 
 
-def _directory(
+def _locate_run(
     setting: TrialSettings, files: Iterable[Path], spread: Spread, name: str, overrides: Sequence[str]
 ) -> Path:
     texts = [name, setting.code, spread[0], str(spread[1]), *overrides]
@@ -126,7 +126,7 @@ def _directory(
     return setting.shared / "runs" / digest
 
 
-def _failure(directory: Path) -> Undisturbed | None:
+def _read_failure(directory: Path) -> Undisturbed | None:
     try:
         code, text = json.loads((directory / _FAILURE).read_text())
     except (FileNotFoundError, ValueError):  # a kill has cut it
@@ -155,16 +155,16 @@ _SHORT = (
 _MOST_SCHEDULED = watched_commands.STEPS // 4
 
 
-def shortened(source: Path | Tree, overrides: Sequence[str]) -> RecipeSchema:
+def load_shortened_recipe(source: Path | Tree, overrides: Sequence[str]) -> RecipeSchema:
     """Return the recipe as it is trained in trials. Raises RequestError like load_recipe."""
     recipe = load_recipe(source, overrides)
-    more = list(_schedule(recipe.optimizer))
+    more = list(_iterate_schedule_overrides(recipe.optimizer))
     if recipe.validates or recipe.evaluate.prompts:
         more.append(f"evaluate.every={watched_commands.EVALUATES_EVERY}")
     return load_recipe(source, [*overrides, *_SHORT, *more])
 
 
-def spreads_of(recipe: RecipeSchema, strategies: Sequence[str], processes: Sequence[int]) -> tuple[Spread, ...]:
+def list_spreads(recipe: RecipeSchema, strategies: Sequence[str], processes: Sequence[int]) -> tuple[Spread, ...]:
     """Return the strategies with the numbers of processes that each of them supports.
 
     Args:
@@ -176,8 +176,8 @@ def spreads_of(recipe: RecipeSchema, strategies: Sequence[str], processes: Seque
     """
     names = list(strategies) or [recipe.parallel.strategy]
     if names == ["auto"]:
-        names = [name for name, spec in all_specs().items() if spec.library is None]
-    specs = all_specs()
+        names = [name for name, spec in load_strategies().items() if spec.library is None]
+    specs = load_strategies()
     for name in names:
         if name not in specs:
             raise RequestError(f"--strategies {name}: unknown; one of {', '.join(specs)}")
@@ -192,7 +192,7 @@ def spreads_of(recipe: RecipeSchema, strategies: Sequence[str], processes: Seque
     return supported
 
 
-def phases_of(recipe: RecipeSchema) -> tuple[str, ...]:
+def list_phases(recipe: RecipeSchema) -> tuple[str, ...]:
     """Return the phases that a run of the recipe has."""
     absent = set() if recipe.validates else {watched_commands.EVALUATION}
     if not recipe.evaluate.prompts:
@@ -200,7 +200,7 @@ def phases_of(recipe: RecipeSchema) -> tuple[str, ...]:
     return tuple(phase for phase in watched_commands.ALL if phase not in absent)
 
 
-def setting_of(recipe: RecipeSchema, file: Path, spreads: tuple[Spread, ...], shared: Path) -> TrialSettings:
+def build_setting(recipe: RecipeSchema, file: Path, spreads: tuple[Spread, ...], shared: Path) -> TrialSettings:
     """Return the setting of a shortened recipe, which is written to ``file``."""
     file.write_text(dump_recipe(recipe), encoding="utf-8")
     package = str(Path(trainwright.__file__).parents[1])
@@ -212,15 +212,15 @@ def setting_of(recipe: RecipeSchema, file: Path, spreads: tuple[Spread, ...], sh
         variables={**os.environ, "PYTHONPATH": path},
         directory=Path.cwd(),
         evaluates=recipe.validates,
-        halvable=tuple(_without_dropout(recipe.model_dump(), "")),
+        halvable=tuple(_iterate_dropout_overrides(recipe.model_dump(), "")),
     )
 
 
-def _without_dropout(section: dict[str, Any], prefix: str) -> Iterator[str]:
+def _iterate_dropout_overrides(section: dict[str, Any], prefix: str) -> Iterator[str]:
     """Yield overrides that switch off dropout, whose random numbers depend on the micro-batches."""
     for key, value in section.items():
         if isinstance(value, dict):
-            yield from _without_dropout(value, f"{prefix}{key}.")
+            yield from _iterate_dropout_overrides(value, f"{prefix}{key}.")
         # A model without a value of its own has that of its configuration.
         elif key == "dropout" and (
             value or (value is None and prefix == "model." and (section["name"] or section["config"]))
@@ -228,7 +228,7 @@ def _without_dropout(section: dict[str, Any], prefix: str) -> Iterator[str]:
             yield f"{prefix}{key}=0"
 
 
-def _schedule(optimizer: OptimizerSection) -> Iterator[str]:
+def _iterate_schedule_overrides(optimizer: OptimizerSection) -> Iterator[str]:
     """Yield overrides for a warm-up and a decay that fit in the short run; fractions of the run stay as they are."""
     lengths = {"warmup_steps": optimizer.warmup_steps}
     if SCHEDULES.get(optimizer.schedule).in_decay_steps:
@@ -242,5 +242,5 @@ def _schedule(optimizer: OptimizerSection) -> Iterator[str]:
 
 
 def _supports(strategy: str, processes: int) -> bool:
-    spec = spec_of(strategy)
+    spec = look_up_strategy(strategy)
     return spec.least_processes <= processes <= (spec.most_processes or processes)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.faults.drills.invariants import InvariantBroken, Missed
-from trainwright.machine.allocator import peak_resident
+from trainwright.machine.allocator import convert_peak_resident
 
 LOOK_SECONDS = 0.004
 # Seconds that processes of a command may outlive it.
@@ -109,7 +109,7 @@ class Command:
                     code,
                     text,
                     seconds=time.monotonic() - self._started_at,
-                    peak=peak_resident(usage.ru_maxrss),
+                    peak=convert_peak_resident(usage.ru_maxrss),
                     processor=usage.ru_utime + usage.ru_stime,
                     at=time.time(),
                 )
@@ -147,7 +147,7 @@ class Command:
                         pids.append(int(directory.name))
         return pids
 
-    def workers(self) -> dict[int, int]:
+    def list_workers(self) -> dict[int, int]:
         """Return the process of each rank, known by the log that it writes to."""
         workers = {}
         for pid in self.processes():
@@ -163,7 +163,7 @@ class Command:
         for pid in self.processes():
             with contextlib.suppress(OSError):
                 state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-                ranks = [rank for rank, worker in self.workers().items() if worker == pid]
+                ranks = [rank for rank, worker in self.list_workers().items() if worker == pid]
                 lines.append(f"{pid} {state} {'rank ' + str(ranks[0]) if ranks else ''}".strip())
         return ", ".join(lines) or "none"
 
@@ -244,7 +244,7 @@ def has_event(run: Path, kind: str, step: int | None = None) -> bool:
     return False
 
 
-def sight(run: Path, phase: str, draw: random.Random, *, evaluates: bool = True) -> Callable[[], Any]:
+def build_phase_check(run: Path, phase: str, draw: random.Random, *, evaluates: bool = True) -> Callable[[], Any]:
     """Return a function that tells whether the phase has begun.
 
     Args:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from trainwright.machine.usage import survives
+from trainwright.machine.usage import survives_signal
 
 # Not used by the C library, Python, torch or schedulers; signals that stop a run have another meaning.
 _STACKS_SIGNAL = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else None
@@ -29,27 +29,27 @@ _TRAINING = "run_worker.py"
 
 
 def write_stacks_on_signal(logs: Path, rank: int) -> None:
-    """Have this process write the stacks of its threads to a file when it gets the signal of `stacks_of`.
+    """Have this process write the stacks of its threads to a file when it gets the signal of `collect_stacks`.
 
     The handler is in C and needs no interpreter lock (`faulthandler`).
     """
     if _STACKS_SIGNAL is None:
         return
     with suppress(OSError):
-        file = stacks_file(logs, rank).open("a", encoding="utf-8")
+        file = locate_stacks_file(logs, rank).open("a", encoding="utf-8")
         faulthandler.register(_STACKS_SIGNAL, file=file, all_threads=True, chain=False)
 
 
-def stacks_of(pids: Mapping[int, int], logs: Path) -> dict[int, str]:
+def collect_stacks(pids: Mapping[int, int], logs: Path) -> dict[int, str]:
     """Return the stacks of the workers by rank, as far as they could be had. A suspended process writes none, but
     py-spy, if it is installed and allowed, can read it.
     """
-    before = {rank: _size(stacks_file(logs, rank)) for rank in pids}
+    before = {rank: _read_size(locate_stacks_file(logs, rank)) for rank in pids}
     # The default action of a signal without a handler would end the process.
     reachable = [
         rank
         for rank, pid in pids.items()
-        if _STACKS_SIGNAL is not None and survives(pid, _STACKS_SIGNAL, ignored=False)
+        if _STACKS_SIGNAL is not None and survives_signal(pid, _STACKS_SIGNAL, ignored=False)
     ]
     for rank in reachable:
         with suppress(OSError):
@@ -58,20 +58,22 @@ def stacks_of(pids: Mapping[int, int], logs: Path) -> dict[int, str]:
     stacks: dict[int, str] = {}
     while len(stacks) < len(reachable) and time.monotonic() < deadline:
         time.sleep(_READ_AGAIN)
-        read = {rank: _read(stacks_file(logs, rank), before[rank]) for rank in reachable if rank not in stacks}
+        read = {rank: _read(locate_stacks_file(logs, rank), before[rank]) for rank in reachable if rank not in stacks}
         time.sleep(_READ_AGAIN)  # until it has been written completely
         stacks |= {
-            rank: text for rank, text in read.items() if text and text == _read(stacks_file(logs, rank), before[rank])
+            rank: text
+            for rank, text in read.items()
+            if text and text == _read(locate_stacks_file(logs, rank), before[rank])
         }
     for rank in pids.keys() - stacks.keys():
-        if text := _py_spy(pids[rank]):
+        if text := _run_py_spy(pids[rank]):
             stacks[rank] = text
-            with suppress(OSError), stacks_file(logs, rank).open("a", encoding="utf-8") as file:
+            with suppress(OSError), locate_stacks_file(logs, rank).open("a", encoding="utf-8") as file:
                 file.write(text)
     return stacks
 
 
-def training_thread(stacks: str) -> str:
+def extract_training_thread(stacks: str) -> str:
     """Return the innermost frames of the thread that trains."""
     threads = [thread for thread in stacks.strip().split("\n\n") if thread.strip()]
     chosen = next((thread for thread in threads if _TRAINING in thread), threads[-1] if threads else "")
@@ -80,12 +82,12 @@ def training_thread(stacks: str) -> str:
     return "\n".join([head, *frames[:_FRAMES], *more])
 
 
-def stacks_file(logs: Path, rank: int) -> Path:
+def locate_stacks_file(logs: Path, rank: int) -> Path:
     """Return the file with the stacks of a rank."""
     return logs / f"rank-{rank}.stacks"
 
 
-def _py_spy(pid: int) -> str:
+def _run_py_spy(pid: int) -> str:
     program = shutil.which("py-spy")
     if program is None:
         return ""
@@ -96,7 +98,7 @@ def _py_spy(pid: int) -> str:
     return ""
 
 
-def _size(file: Path) -> int:
+def _read_size(file: Path) -> int:
     try:
         return file.stat().st_size
     except OSError:
@@ -141,9 +143,9 @@ def write_collectives(pipes: Path, ranks: Iterable[int], logs: Path) -> dict[int
     changed_before = {}
     for rank in ranks:
         with suppress(OSError):
-            pipe = os.open(_pipe(pipes, rank), os.O_WRONLY | os.O_NONBLOCK)
+            pipe = os.open(_locate_pipe(pipes, rank), os.O_WRONLY | os.O_NONBLOCK)
             try:
-                changed_before[rank] = _file_state(logs, rank)[0]
+                changed_before[rank] = _read_file_state(logs, rank)[0]
                 os.write(pipe, b"1\n")
             finally:
                 os.close(pipe)
@@ -157,14 +159,14 @@ def wait_for_collectives(logs: Path, changed_before: Mapping[int, int]) -> None:
     """
     end, before = time.monotonic() + _COLLECTIVES_SECONDS, dict[int, tuple[int, int]]()
     while changed_before and time.monotonic() < end:
-        now = {rank: _file_state(logs, rank) for rank in changed_before}
+        now = {rank: _read_file_state(logs, rank) for rank in changed_before}
         if now == before and all(now[rank][0] != changed_before[rank] for rank in changed_before):
             return
         before = now
         time.sleep(_POLL_SECONDS)
 
 
-def _file_state(logs: Path, rank: int) -> tuple[int, int]:
+def _read_file_state(logs: Path, rank: int) -> tuple[int, int]:
     """Return when a rank's file was written, in nanoseconds, and its size."""
     try:
         status = (logs / f"{_COLLECTIVES_PREFIX}{rank}").stat()
@@ -177,8 +179,8 @@ def remove_pipes(pipes: Path, ranks: Iterable[int]) -> None:
     """Remove the pipes of ranks."""
     for rank in ranks:
         with suppress(OSError):
-            _pipe(pipes, rank).unlink()
+            _locate_pipe(pipes, rank).unlink()
 
 
-def _pipe(pipes: Path, rank: int) -> Path:
+def _locate_pipe(pipes: Path, rank: int) -> Path:
     return pipes / f"{_COLLECTIVES_PREFIX}{rank}.pipe"

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from trainwright.errors import EXIT_FAULT, EXIT_TRAINING
 from trainwright.utils.heartbeat import FINISHED, WAITING, Beat, EnteredCollective, Times
 from trainwright.utils.paths import write_file
-from trainwright.utils.text import ranks_in_words, span
+from trainwright.utils.text import format_ranks, format_seconds
 
 # A rank is late when a phase takes longer than the most that it has taken, by a part and some seconds.
 _PART, _PART_OF_FEW, _FEW = 0.25, 1.0, 3
@@ -99,18 +99,18 @@ def judge(ranks: Mapping[int, RankState], *, compiled: bool = False) -> Verdict 
     active = {rank: state for rank, state in ranks.items() if not state.finished}
     suspended = [rank for rank, state in active.items() if state.suspended >= _SUSPENDED]
     if suspended:
-        return _verdict(active, suspended, None)
+        return _build_verdict(active, suspended, None)
     beats = {rank: state.beat for rank, state in active.items()}
-    conflict = conflict_of(beats)
+    conflict = find_conflict(beats)
     if conflict is not None and all(state.quiet > _MARGIN for state in active.values()):
-        return _verdict(active, conflict.ranks, conflict, is_conflict=True)
-    late = [r for r in _behind(active) if active[r].quiet > limit(active[r].beat, compiled=compiled)]
+        return _build_verdict(active, conflict.ranks, conflict, is_conflict=True)
+    late = [r for r in _find_ranks_behind(active) if active[r].quiet > choose_limit(active[r].beat, compiled=compiled)]
     if not late:
         return None
-    return _verdict(active, late, conflict_of(beats, lines=True), is_conflict=conflict is not None)
+    return _build_verdict(active, late, find_conflict(beats, lines=True), is_conflict=conflict is not None)
 
 
-def limit(beat: Beat, *, compiled: bool = False) -> float:
+def choose_limit(beat: Beat, *, compiled: bool = False) -> float:
     """Return the seconds without a mark after which a rank that does not wait for others is late."""
     phase = WAITING if beat.waiting else beat.phase
     times = beat.times.get(phase, Times(0, 0.0))
@@ -130,7 +130,7 @@ class Conflict:
     detail: str
 
 
-def conflict_of(beats: Mapping[int, Beat], *, lines: bool = False) -> Conflict | None:
+def find_conflict(beats: Mapping[int, Beat], *, lines: bool = False) -> Conflict | None:
     """Return the first collective that ranks have entered with another function, type or shape; None if all agree.
 
     Args:
@@ -142,13 +142,13 @@ def conflict_of(beats: Mapping[int, Beat], *, lines: bool = False) -> Conflict |
     for number in common:
         calls = {rank: beat.collectives[number] for rank, beat in beats.items()}
         with_lines = lines and number == common[-1]
-        kinds = {rank: (_kind(call), call.line if with_lines else "") for rank, call in calls.items()}
+        kinds = {rank: (_classify_collective(call), call.line if with_lines else "") for rank, call in calls.items()}
         if len(set(kinds.values())) > 1:
-            return _conflict(beats, calls, kinds)
+            return _build_conflict(beats, calls, kinds)
     return None
 
 
-def _conflict(
+def _build_conflict(
     beats: Mapping[int, Beat], calls: Mapping[int, EnteredCollective], kinds: Mapping[int, object]
 ) -> Conflict:
     """Return which ranks differ from most others. If no kind has most ranks, it is those that have gone further: they
@@ -166,20 +166,20 @@ def _conflict(
     return Conflict(
         tuple(sorted(ranks)),
         f"the ranks have entered different collectives: as number {calls[other].number}, rank {other} has entered "
-        f"{_call(calls[other])}, and rank {differing} {_call(calls[differing])}",
+        f"{_describe_call(calls[other])}, and rank {differing} {_describe_call(calls[differing])}",
     )
 
 
-def _kind(collective: EnteredCollective) -> tuple[str, str]:
+def _classify_collective(collective: EnteredCollective) -> tuple[str, str]:
     return collective.name, collective.tensor if collective.same_shape else ""
 
 
-def _call(collective: EnteredCollective) -> str:
+def _describe_call(collective: EnteredCollective) -> str:
     of = f" of {collective.tensor}" if collective.tensor else ""
     return f"{collective.name}{of} at {collective.line}"
 
 
-def _behind(active: Mapping[int, RankState]) -> list[int]:
+def _find_ranks_behind(active: Mapping[int, RankState]) -> list[int]:
     """Return the ranks that the others wait for; all of them if they wait for each other."""
     if not active:
         return []
@@ -188,22 +188,27 @@ def _behind(active: Mapping[int, RankState]) -> list[int]:
     return [rank for rank in last if not active[rank].beat.waiting] or last
 
 
-def _verdict(
+def _build_verdict(
     active: Mapping[int, RankState], late: Sequence[int], conflict: Conflict | None, *, is_conflict: bool = False
 ) -> Verdict:
     first = active[late[0]]
-    parts = [f"{ranks_in_words(late)} {'has' if len(late) == 1 else 'have'} {_state(first)} {_position(first.beat)}"]
+    parts = [
+        f"{format_ranks(late)} {'has' if len(late) == 1 else 'have'} {_describe_state(first)} "
+        f"{_describe_position(first.beat)}"
+    ]
     others = {rank: state.beat for rank, state in active.items() if rank not in late}
     ahead = [rank for rank, beat in others.items() if beat.entered > first.beat.entered]
     waiting = [rank for rank, beat in others.items() if beat.waiting]
     if ahead:
         verb, none = ("has" if len(ahead) == 1 else "have"), ("has" if len(late) == 1 else "have")
         parts.append(
-            f"{ranks_in_words(ahead)} {verb} entered {_last(others[ahead[0]])}, which {ranks_in_words(late)} {none} not"
+            f"{format_ranks(ahead)} {verb} entered {_describe_last_collective(others[ahead[0]])}, which "
+            f"{format_ranks(late)} {none} not"
         )
     elif waiting:
         parts.append(
-            f"{ranks_in_words(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in {_last(others[waiting[0]])}"
+            f"{format_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in "
+            f"{_describe_last_collective(others[waiting[0]])}"
         )
     if conflict is not None:
         parts.append(conflict.detail)
@@ -211,26 +216,26 @@ def _verdict(
     return Verdict(tuple(late), first.beat.phase, step, "; ".join(parts), is_conflict)
 
 
-def _state(state: RankState) -> str:
+def _describe_state(state: RankState) -> str:
     if state.suspended:
-        return f"been suspended by a signal (SIGSTOP) for {span(state.suspended)}"
+        return f"been suspended by a signal (SIGSTOP) for {format_seconds(state.suspended)}"
     usual = state.beat.times.get(state.beat.phase)
     took = f", and that has taken at most {usual.longest:.1f} s before" if usual and not state.beat.waiting else ""
     using = ", using the processor" if state.busy > 0.5 else ""
-    return f"made no progress for {span(state.quiet)}{took}{using}:"
+    return f"made no progress for {format_seconds(state.quiet)}{took}{using}:"
 
 
-def _position(beat: Beat) -> str:
+def _describe_position(beat: Beat) -> str:
     step = f" of step {beat.step}" if beat.step >= 0 else ""
     micro = f", micro-batch {beat.micro_batch}" if beat.micro_batch >= 0 else ""
-    inside = f", inside {_last(beat)}" if beat.waiting else ""
+    inside = f", inside {_describe_last_collective(beat)}" if beat.waiting else ""
     return f"in phase {beat.phase}{step}{micro}{inside}"
 
 
-def _last(beat: Beat) -> str:
+def _describe_last_collective(beat: Beat) -> str:
     if beat.collective is None:
         return "joining the process group"
-    return f"{_call(beat.collective)} (number {beat.entered})"
+    return f"{_describe_call(beat.collective)} (number {beat.entered})"
 
 
 _PUBLISH_SECONDS, _READ_SECONDS = 1.0, 0.2
@@ -289,7 +294,7 @@ class Machines:
         if decides:  # what an earlier launch has left
             self._remove(self._directory.glob("*.json"))
 
-    def everyone(self, here: Mapping[int, RankState]) -> dict[int, RankState] | None:
+    def exchange_reports(self, here: Mapping[int, RankState]) -> dict[int, RankState] | None:
         """Report what the ranks here do; return what all ranks do, or None if any of them may make progress."""
         quiet = here and all(each.quiet >= _QUIET or each.suspended or each.finished for each in here.values())
         now = time.monotonic()
@@ -299,7 +304,7 @@ class Machines:
         if not quiet or not self.decides:
             return None
         ranks = dict(here)
-        for report in self._fresh_reports(now):
+        for report in self._read_fresh_reports(now):
             ranks |= report.ranks
         return ranks if len(ranks) == self._size else None
 
@@ -308,7 +313,7 @@ class Machines:
         decision = _Decision(verdict, {rank: state.beat.pid for rank, state in everyone.items()})
         self._write(self._directory / _DECISION_FILE, _DECISION.dump_json(decision))
 
-    def decided(self, pids: Mapping[int, int]) -> Verdict | None:
+    def read_decision(self, pids: Mapping[int, int]) -> Verdict | None:
         """Return what the watcher of rank 0 has found about the processes of the ranks here."""
         verdict = None
         with suppress(OSError, ValidationError):
@@ -330,7 +335,7 @@ class Machines:
         stacks: dict[int, str] = {}
         while ranks - stacks.keys() and time.monotonic() < deadline:
             time.sleep(_READ_SECONDS)
-            for report in self._fresh_reports(time.monotonic()):
+            for report in self._read_fresh_reports(time.monotonic()):
                 stacks |= report.stacks
         return {rank: text for rank, text in stacks.items() if rank in ranks}
 
@@ -349,7 +354,7 @@ class Machines:
             self._own = self._directory / f"rank-{min(ranks)}.json"
         self._write(self._own, _REPORT.dump_json(self._report))
 
-    def _fresh_reports(self, now: float) -> list[_Report]:
+    def _read_fresh_reports(self, now: float) -> list[_Report]:
         for file in self._directory.glob("rank-*.json"):
             if file == self._own:
                 continue

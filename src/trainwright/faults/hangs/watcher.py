@@ -25,15 +25,15 @@ import psutil
 from trainwright.engine.events import Fault, Notice, append_event
 from trainwright.errors import EXIT_TRAINING, TrainingError
 from trainwright.faults.hangs import evidence
-from trainwright.faults.hangs.judge import STORAGE, Machines, RankState, Verdict, conflict_of, judge
-from trainwright.machine.usage import process_age
+from trainwright.faults.hangs.judge import STORAGE, Machines, RankState, Verdict, find_conflict, judge
+from trainwright.machine.usage import measure_process_age
 from trainwright.recipe.loading import load_recipe
 from trainwright.run.run_directory import RECIPE
 from trainwright.run.shutdown.exit_code import record_exit_code
 from trainwright.run.shutdown.failure import Cause
 from trainwright.run.supervisor import WatcherVerdict
-from trainwright.utils.heartbeat import Beat, heartbeat_directory, heartbeat_file, read
-from trainwright.utils.text import say, span
+from trainwright.utils.heartbeat import Beat, build_heartbeat_path, create_heartbeat_directory, read
+from trainwright.utils.text import format_seconds, say
 
 if TYPE_CHECKING:
     from trainwright.parallel.world import RankInfo
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 _BYTES_PER_SECOND = 64 * 2**10  # a process that moves fewer does not read or write a model
-_READ = 16  # `bytes_moved` counts one byte for each 16 that were read, but not from storage
+_READ = 16  # `count_moved_bytes` counts one byte for each 16 that were read, but not from storage
 
 
 @dataclass(frozen=True)
@@ -62,13 +62,13 @@ class ProcessState:
     used: float
     waited: Mapping[int, float]
 
-    def starved(self, before: ProcessState) -> float:
+    def measure_starvation(self, before: ProcessState) -> float:
         """Return the most seconds since ``before`` for which one of its threads was ready but had no core."""
         common = self.waited.keys() & before.waited.keys()
         return max((self.waited[thread] - before.waited[thread] for thread in common), default=0.0)
 
 
-def state_of(pid: int, *, closely: bool = False) -> ProcessState | None:
+def read_state(pid: int, *, closely: bool = False) -> ProcessState | None:
     """Return the state of a process; None if it has ended.
 
     Args:
@@ -84,10 +84,12 @@ def state_of(pid: int, *, closely: bool = False) -> ProcessState | None:
     if status == psutil.STATUS_ZOMBIE:
         return None
     on_disk = status == psutil.STATUS_DISK_SLEEP
-    return ProcessState(stopped and not paused, paused, on_disk, times.user + times.system, _waited(pid, closely))
+    return ProcessState(
+        stopped and not paused, paused, on_disk, times.user + times.system, _read_waited_seconds(pid, closely)
+    )
 
 
-def bytes_moved(pid: int) -> int:
+def count_moved_bytes(pid: int) -> int:
     """Return the bytes that a process and those that it has started have written, and read from storage, so far.
 
     Of what was read otherwise a part is added: it is from caches, file systems that do not tell, or from /proc, where
@@ -115,14 +117,14 @@ class Moving:
 
         The first call returns True.
         """
-        moved, self._seconds = bytes_moved(pid), self._seconds + passed
+        moved, self._seconds = count_moved_bytes(pid), self._seconds + passed
         if self._moved is not None and moved - self._moved < _BYTES_PER_SECOND * max(1.0, self._seconds):
             return False
         self._moved, self._seconds = moved, 0.0
         return True
 
 
-def seconds_asleep() -> float:
+def read_suspended_seconds() -> float:
     """Return the seconds that the machine has been suspended since it was started."""
     if not hasattr(time, "CLOCK_BOOTTIME"):
         return 0.0
@@ -133,17 +135,17 @@ def _is_stopped(process: psutil.Process | None) -> bool:
     return process is not None and process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 
-def _waited(pid: int, closely: bool) -> dict[int, float]:
+def _read_waited_seconds(pid: int, closely: bool) -> dict[int, float]:
     tasks = Path(f"/proc/{pid}/task")
     seconds: dict[int, float] = {}
-    for thread in _threads(tasks) if closely else (pid,):
+    for thread in _list_threads(tasks) if closely else (pid,):
         with suppress(OSError, ValueError):
             _, waited, _ = (tasks / str(thread) / "schedstat").read_text(encoding="ascii").split()
             seconds[thread] = int(waited) / 1e9
     return seconds
 
 
-def _threads(tasks: Path) -> Iterable[int]:
+def _list_threads(tasks: Path) -> Iterable[int]:
     try:
         return [int(task.name) for task in tasks.iterdir()]
     except OSError:
@@ -225,11 +227,11 @@ class HangWatcher:
         self._decides = machines is None or machines.decides
         self._ending = ending
         self._everyone: dict[int, RankState] = {}
-        self._directory = heartbeat_directory(watched.run)
+        self._directory = create_heartbeat_directory(watched.run)
         self._ranks: dict[int, _Rank] = {}
         self._ever: dict[int, int] = {}  # the ranks here with their processes
         self._checked = time.monotonic()
-        self._asleep = seconds_asleep()
+        self._asleep = read_suspended_seconds()
         self._reported: tuple[int, ...] = ()  # the late ranks of the hang that goes on
         self._since = 0.0
         self._asked: dict[int, int] = {}  # ranks that write their collectives
@@ -245,7 +247,7 @@ class HangWatcher:
             return
         passed, self._checked = min(now - self._checked, _LONGEST_GAP), now
         self._look(passed)
-        verdict = self._verdict()
+        verdict = self._build_verdict()
         if verdict is None:
             self._recovered(now)
         elif not self._reported:
@@ -255,13 +257,13 @@ class HangWatcher:
     def close(self) -> str | None:
         """Remove the heartbeats; say how the collectives of the ranks differ, also of those that have ended."""
         everyone = {rank: state.beat for rank, state in self._everyone.items()}
-        conflict = conflict_of(everyone | self._beats(self._ever))
+        conflict = find_conflict(everyone | self._read_beats(self._ever))
         if self._machines is not None:
             self._machines.close()
         if self._directory is not None:
             evidence.remove_pipes(self._directory, self._ever)
             for rank in self._ever:
-                heartbeat_file(self._directory, rank).unlink(missing_ok=True)
+                build_heartbeat_path(self._directory, rank).unlink(missing_ok=True)
             with suppress(OSError):  # another machine of the run may be this one
                 self._directory.rmdir()
         return None if conflict is None else conflict.detail
@@ -270,12 +272,12 @@ class HangWatcher:
         pids = self._processes()
         self._ever |= pids
         quiet = {rank for rank, observed in self._ranks.items() if observed.quiet > _QUIET}
-        looked = {rank: state_of(pid, closely=rank in quiet) for rank, pid in pids.items()}
+        looked = {rank: read_state(pid, closely=rank in quiet) for rank, pid in pids.items()}
         states = {rank: state for rank, state in looked.items() if state is not None}
-        beats = self._beats({rank: pids[rank] for rank in states})
+        beats = self._read_beats({rank: pids[rank] for rank in states})
         observed = {rank: self._ranks[rank] for rank in beats if rank in self._ranks}
-        starved = max([0.0, *(states[rank].starved(each.state) for rank, each in observed.items())])
-        asleep, self._asleep = seconds_asleep() - self._asleep, seconds_asleep()
+        starved = max([0.0, *(states[rank].measure_starvation(each.state) for rank, each in observed.items())])
+        asleep, self._asleep = read_suspended_seconds() - self._asleep, read_suspended_seconds()
         for rank, beat in beats.items():
             before, state = observed.get(rank), states[rank]
             if before is None or before.beat.marks != beat.marks:
@@ -297,19 +299,19 @@ class HangWatcher:
         for rank in self._ranks.keys() - beats.keys():
             del self._ranks[rank]
 
-    def _beats(self, pids: Mapping[int, int]) -> dict[int, Beat]:
+    def _read_beats(self, pids: Mapping[int, int]) -> dict[int, Beat]:
         """Return what the processes have written; files of earlier launches are left out."""
         if self._directory is None:
             return {}
-        read_now = {rank: read(heartbeat_file(self._directory, rank)) for rank in pids}
+        read_now = {rank: read(build_heartbeat_path(self._directory, rank)) for rank in pids}
         return {rank: beat for rank, beat in read_now.items() if beat is not None and beat.pid == pids[rank]}
 
-    def _verdict(self) -> Verdict | None:
+    def _build_verdict(self) -> Verdict | None:
         everyone: dict[int, RankState] | None = {rank: tracked.seen for rank, tracked in self._ranks.items()}
         if self._machines is not None:
-            everyone = self._machines.everyone(everyone or {})
+            everyone = self._machines.exchange_reports(everyone or {})
             if not self._machines.decides:
-                return self._machines.decided(self._processes())
+                return self._machines.read_decision(self._processes())
         if everyone is None:
             return None
         self._everyone = everyone
@@ -326,7 +328,7 @@ class HangWatcher:
         shown = [f"rank {rank}:\n{stacks[rank]}" for rank in sorted(stacks)]
         why = {True: "no stack, as its process does not respond", False: "no stack has arrived from its machine"}
         missing = [f"rank {rank}: {why[rank in pids]}" for rank in sorted(everyone - stacks.keys())]
-        first = evidence.stacks_file(self._watched.run / "logs", verdict.ranks[0])
+        first = evidence.locate_stacks_file(self._watched.run / "logs", verdict.ranks[0])
         files = f"all threads: {first.with_name('rank-*.stacks')}"
         message = f"the run hangs: {verdict.detail}"
         if ends:
@@ -348,8 +350,8 @@ class HangWatcher:
         if self._directory is not None:
             self._asked = evidence.write_collectives(self._directory, pids, self._watched.run / "logs")
         here = {
-            rank: evidence.training_thread(text)
-            for rank, text in evidence.stacks_of(pids, self._watched.run / "logs").items()
+            rank: evidence.extract_training_thread(text)
+            for rank, text in evidence.collect_stacks(pids, self._watched.run / "logs").items()
         }
         if self._machines is None:
             return here
@@ -361,7 +363,7 @@ class HangWatcher:
     def _recovered(self, now: float) -> None:
         if self._reported:
             late = ", ".join(map(str, self._reported))
-            message = f"the run goes on, {span(now - self._since)} after rank {late} was reported to hang"
+            message = f"the run goes on, {format_seconds(now - self._since)} after rank {late} was reported to hang"
             self._reported = ()
             if self._machines is not None and self._decides:
                 self._machines.decide(None, {})
@@ -381,7 +383,9 @@ _TICK_SECONDS = 0.05  # of the clock that processes' ages are counted in
 
 
 @contextmanager
-def watching(run: Path, rank_info: RankInfo, terminal: TextIO, heard: Callable[[], str] = lambda: "") -> Iterator[None]:
+def watch_run(
+    run: Path, rank_info: RankInfo, terminal: TextIO, heard: Callable[[], str] = lambda: ""
+) -> Iterator[None]:
     """Have a process watch this machine's workers while the first of them trains.
 
     Args:
@@ -393,13 +397,13 @@ def watching(run: Path, rank_info: RankInfo, terminal: TextIO, heard: Callable[[
             connections.
     """
     process = _start(run, rank_info, terminal) if rank_info.local_rank == 0 else None
-    started, is_told = time.monotonic() - process_age(), True
+    started, is_told = time.monotonic() - measure_process_age(), True
     try:
         yield
     except Exception as error:
         # Also of workers that have ended. All of this launch wait for each other before they begin.
-        beats = {rank: beat for rank, beat in _beats(run, rank_info.size).items() if beat.started_at > started}
-        conflict = conflict_of(beats)
+        beats = {rank: beat for rank, beat in _read_beats(run, rank_info.size).items() if beat.started_at > started}
+        conflict = find_conflict(beats)
         if conflict is None:
             raise
         is_told = not heard() or conflict.detail in heard()
@@ -438,7 +442,10 @@ def main(request: str) -> None:
             say(f"error: {message}", file=sys.stderr)
 
     watcher = HangWatcher(
-        watched, lambda: _workers(watched.run, size), None if alone else Machines(watched.run, size, decides), ending
+        watched,
+        lambda: _list_workers(watched.run, size),
+        None if alone else Machines(watched.run, size, decides),
+        ending,
     )
     is_told = True
     try:
@@ -452,7 +459,7 @@ def main(request: str) -> None:
         conflict = watcher.close()
         if conflict is not None and not is_told:
             ending(EXIT_TRAINING, conflict)
-        if (directory := heartbeat_directory(watched.run)) is not None:  # also of a run too short to be watched
+        if (directory := create_heartbeat_directory(watched.run)) is not None:  # also of a run too short to be watched
             shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -460,23 +467,23 @@ def _is_readable(seconds: float) -> bool:
     return bool(select.select([sys.stdin], [], [], seconds)[0])
 
 
-def _workers(run: Path, size: int) -> dict[int, int]:
+def _list_workers(run: Path, size: int) -> dict[int, int]:
     """Return the pids of the workers on this machine by rank.
 
     A job that was killed with all its processes has left its heartbeats; other processes may have their pids now.
     """
-    return {rank: beat.pid for rank, beat in _beats(run, size).items() if _is_of(beat)}
+    return {rank: beat.pid for rank, beat in _read_beats(run, size).items() if _is_of(beat)}
 
 
-def _beats(run: Path, size: int) -> dict[int, Beat]:
+def _read_beats(run: Path, size: int) -> dict[int, Beat]:
     """Return what workers on this machine do or have done, by rank, also of earlier launches."""
-    directory = heartbeat_directory(run)
+    directory = create_heartbeat_directory(run)
     if directory is None:
         return {}
     beats = {}
     for file in directory.glob("rank-*"):
         rank = int(file.name.removeprefix("rank-"))
-        if rank < size and (beat := read(heartbeat_file(directory, rank))) is not None:
+        if rank < size and (beat := read(build_heartbeat_path(directory, rank))) is not None:
             beats[rank] = beat
     return beats
 
@@ -484,7 +491,7 @@ def _beats(run: Path, size: int) -> dict[int, Beat]:
 def _is_of(beat: Beat) -> bool:
     """Return whether the process that has the pid of a heartbeat is the one that writes it: not younger."""
     try:
-        return time.monotonic() - process_age(beat.pid) < beat.started_at + _TICK_SECONDS
+        return time.monotonic() - measure_process_age(beat.pid) < beat.started_at + _TICK_SECONDS
     except psutil.Error:
         return False
 
@@ -494,7 +501,7 @@ class HangDetection:
 
     def install(self, run: Path, rank: int) -> None:
         """Have torch keep this worker's collectives, and write its stacks on a signal."""
-        evidence.keep_collectives(run / "logs", heartbeat_directory(run))
+        evidence.keep_collectives(run / "logs", create_heartbeat_directory(run))
         evidence.write_stacks_on_signal(run / "logs", rank)
 
     def watch(self, run: Path, ranks: WorkerRanks, processes: Callable[[], Mapping[int, int]]) -> HangWatcher:
@@ -506,7 +513,7 @@ class HangDetection:
         self, run: Path, rank_info: RankInfo, terminal: TextIO, received: Callable[[], str]
     ) -> AbstractContextManager[None]:
         """Watch in a process beside the workers of this machine."""
-        return watching(run, rank_info, terminal, received)
+        return watch_run(run, rank_info, terminal, received)
 
 
 HANGS = HangDetection()

@@ -17,16 +17,16 @@ from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.task import Measured
 from trainwright.errors import RequestError
 from trainwright.inference.answering import AnswerSettings, Done, Stage, answer_all
-from trainwright.inference.evaluation.metrics import LIKELIHOODS, AnswerMatch, Judge, judges
+from trainwright.inference.evaluation.metrics import LIKELIHOODS, AnswerMatch, Judge, build_judges
 from trainwright.inference.evaluation.rows import (
     Column,
     EncodedRows,
     Estimate,
     RowPrompts,
-    difference,
-    drawn,
-    last_run,
-    wilson,
+    compute_wilson_interval,
+    draw_indices,
+    estimate_difference,
+    find_last_run,
 )
 from trainwright.inference.generation import Answer, Sampling, Stop, stop_of
 from trainwright.inference.loading import Loaded
@@ -87,7 +87,7 @@ class Measurement:
     answered: list[int]
     notes: list[str] = field(default_factory=list)
 
-    def of_source(self, part: int) -> Measurement:
+    def select_source(self, part: int) -> Measurement:
         """Return the results for the rows of one source."""
         rows = [row for row, source in enumerate(self.origins.parts) if source == part]
         questions = [index for index, row in enumerate(self.answered) if self.origins.parts[row] == part]
@@ -147,17 +147,17 @@ def measure(
     needs_scores = any(name in LIKELIHOODS for name in settings.names)
     if needs_scores:
         done = stage(f"scoring with {settings.model}", len(rows.dataset))
-        scores = _by_row(score(loaded.lm, rows.dataset, world, done=done), rows.windows)
+        scores = _join_windows(score(loaded.lm, rows.dataset, world, done=done), rows.windows)
     if settings.judges:
         answered = stage(f"answers of {settings.model}", len(rows.prompts.rows))
         answers = answer_prompts(loaded, rows.prompts, settings.sampling, world, settings.batch, answered)
     if not world.is_main:
         return None
-    columns = likelihood_columns(settings.names, scores, rows.last_turn) if needs_scores else {}
+    columns = build_likelihood_columns(settings.names, scores, rows.last_turn) if needs_scores else {}
     for name, judge in settings.judges.items():
         columns[name] = Column.of_rows(judge_all(judge, rows.prompts.references, answers))
     ordered = {name: columns[name] for name in settings.names}
-    samples = _samples(loaded, rows, settings.origins, ordered, answers)
+    samples = _build_samples(loaded, rows, settings.origins, ordered, answers)
     answered_rows = rows.prompts.rows if settings.judges else []
     return Measurement(settings.model, rows.dataset.fingerprint, ordered, samples, settings.origins, answered_rows)
 
@@ -168,7 +168,7 @@ def answer_prompts(
     """Return the model's answers, as turns of a conversation."""
     stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=True)
     settings = AnswerSettings(sampling, stop, batch)
-    with loaded.lm.for_generation() as model:
+    with loaded.lm.open_for_generation() as model:
         return answer_all(model, loaded.tokenizer, prompts.tokens, settings, world, answered)
 
 
@@ -177,7 +177,7 @@ def judge_all(judge: Judge, references: Sequence[str], answers: Sequence[Answer]
     return [judge(reference, answer.text.strip()) for reference, answer in zip(references, answers, strict=True)]
 
 
-def _by_row(scores: Sequence[TokenScores], windows: Sequence[int]) -> list[TokenScores]:
+def _join_windows(scores: Sequence[TokenScores], windows: Sequence[int]) -> list[TokenScores]:
     """Return the scores of every row, joined from its windows."""
     remaining = iter(scores)
     return [
@@ -186,7 +186,7 @@ def _by_row(scores: Sequence[TokenScores], windows: Sequence[int]) -> list[Token
     ]
 
 
-def _samples(
+def _build_samples(
     loaded: Loaded, rows: EncodedRows, origins: Origins, columns: Mapping[str, Column], answers: list[Answer]
 ) -> list[Sample]:
     questions = {row: question for question, row in enumerate(rows.prompts.rows)} if answers else {}
@@ -212,7 +212,7 @@ def _finish(name: str) -> list[Any]:
     return [FINISH[name]] if name in FINISH else []
 
 
-def likelihood_columns(
+def build_likelihood_columns(
     names: Sequence[str], rows: Sequence[TokenScores], last_turn: Sequence[int]
 ) -> dict[str, Column]:
     """Return the columns of ``names`` over scored rows.
@@ -258,7 +258,9 @@ def compare(one: Measurement, other: Measurement) -> MetricDifferences:
             "compared"
         )
         names = [name for name in names if name not in LIKELIHOODS]
-    return MetricDifferences({name: difference(one.columns[name], other.columns[name]) for name in names}, notes)
+    return MetricDifferences(
+        {name: estimate_difference(one.columns[name], other.columns[name]) for name in names}, notes
+    )
 
 
 class ValidationQuestions:
@@ -276,16 +278,18 @@ class ValidationQuestions:
     ) -> None:
         self._tokenizer = tokenizer
         self._sampling = Sampling(max_new_tokens=section.max_new_tokens)
-        self._judges = judges(section.metrics, section.answer_pattern, section.json_schema)
+        self._judges = build_judges(section.metrics, section.answer_pattern, section.json_schema)
         answers = [n for n in range(validation.sequence_count) if validation.role(n) == CHOSEN]  # without rejected ones
         uncut = [n for n in answers if validation.sequence_length(n) < longest]
-        spans = {n: last_run(validation.sequence(n)[1]) for n in uncut}
+        spans = {n: find_last_run(validation.sequence(n)[1]) for n in uncut}
         with_question = [n for n in uncut if spans[n][0] > 0]
         if not with_question:
             raise RequestError(
                 "evaluate.metrics: no validation row has a prompt and a full answer within data.max_length"
             )
-        self._rows = chosen = [with_question[index] for index in drawn(len(with_question), section.generation_limit)]
+        self._rows = chosen = [
+            with_question[index] for index in draw_indices(len(with_question), section.generation_limit)
+        ]
         self._prompts: list[list[int]] = []
         self._references: list[str] = []
         for number in chosen:
@@ -306,7 +310,9 @@ class ValidationQuestions:
         prompts, settings = self._prompts, AnswerSettings(self._sampling, stop, together=together)
         answers = answer_all(model, self._tokenizer, prompts, settings, world)
         texts = [answer.text.strip() for answer in answers]
-        columns = {name: Column.of_rows(list(self._scores(judge, texts))) for name, judge in self._judges.items()}
+        columns = {
+            name: Column.of_rows(list(self._iterate_scores(judge, texts))) for name, judge in self._judges.items()
+        }
         samples = [
             asdict(
                 Sample(
@@ -323,16 +329,20 @@ class ValidationQuestions:
         ]
         return Measured(
             {name: column.value() for name, column in columns.items()},
-            {name: wilson(c.value(), c.effective_rows) for name, c in columns.items() if c.is_proportion},
+            {
+                name: compute_wilson_interval(c.value(), c.effective_rows)
+                for name, c in columns.items()
+                if c.is_proportion
+            },
             samples,
             sum(not answer.complete for answer in answers),
             self._sampling.max_new_tokens,
         )
 
-    def _scores(self, judge: Judge, texts: Sequence[str]) -> Iterator[float]:
+    def _iterate_scores(self, judge: Judge, texts: Sequence[str]) -> Iterator[float]:
         for reference, text in zip(self._references, texts, strict=True):
             yield judge(reference, text)
-            heartbeat.progress()
+            heartbeat.report_progress()
 
     def _check_references(self) -> None:
         match = self._judges.get("answer")

@@ -25,7 +25,7 @@ from trainwright.recipe.files import read_json
 from trainwright.recipe.registries import METRICS
 from trainwright.recipe.sections.fields import Count, Length
 from trainwright.utils.installation import require
-from trainwright.utils.paths import user_path
+from trainwright.utils.paths import expand_user_path
 
 # From the reference and the answer to a score, at best 1.
 Judge = Callable[[str, str], float]
@@ -33,7 +33,9 @@ LIKELIHOODS = ("loss", "perplexity", "token_accuracy", "answer_probability")
 USUAL = ("loss", "perplexity", "token_accuracy", "exact_match", "rouge_l", "f1")
 
 
-def judges(names: Sequence[str], answer_pattern: str | None = None, json_schema: str | None = None) -> dict[str, Judge]:
+def build_judges(
+    names: Sequence[str], answer_pattern: str | None = None, json_schema: str | None = None
+) -> dict[str, Judge]:
     """Return the judges of answers among ``names``; ``answer`` and ``json_schema`` need their option.
 
     Raises:
@@ -58,7 +60,7 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 Extract = Callable[[str], str | None]
 
 
-def extractor(pattern: str) -> Extract:
+def build_extractor(pattern: str) -> Extract:
     """Return a function that extracts the short answer from a text, or None if it has none.
 
     Args:
@@ -85,7 +87,7 @@ class AnswerMatch:
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
-        self._extract = extractor(pattern)
+        self._extract = build_extractor(pattern)
 
     def check(self, reference: str) -> None:
         """Raise RequestError if the reference has no short answer."""
@@ -98,18 +100,18 @@ class AnswerMatch:
     def __call__(self, reference: str, answer: str) -> float:
         """Return 1 if both texts have the same short answer, else 0."""
         expected, actual = self._extract(reference), self._extract(answer)
-        return float(expected is not None and actual is not None and same(expected, actual))
+        return float(expected is not None and actual is not None and is_same_answer(expected, actual))
 
 
-def same(one: str, other: str) -> bool:
+def is_same_answer(one: str, other: str) -> bool:
     """Return whether two short answers are equal: 1,000.0 equals 1000, and 18. at the end of a sentence 18."""
-    numbers = _as_number(one), _as_number(other)
+    numbers = _parse_number(one), _parse_number(other)
     if None not in numbers:
         return numbers[0] == numbers[1]
     return one.strip() == other.strip()
 
 
-def _as_number(text: str) -> Decimal | None:
+def _parse_number(text: str) -> Decimal | None:
     try:
         number = Decimal(text.strip().replace(",", "").lstrip("$").rstrip("."))
     except InvalidOperation:
@@ -128,7 +130,7 @@ class JsonSchema:
     setting = "json_schema"
 
     def __init__(self, file: str | Path) -> None:
-        file = user_path(file)
+        file = expand_user_path(file)
         require("jsonschema", "json_schema")
         from jsonschema.exceptions import SchemaError
         from jsonschema.validators import validator_for
@@ -150,7 +152,7 @@ class JsonSchema:
         from referencing.exceptions import Unresolvable
 
         try:
-            value = json.loads(answer, parse_constant=_no_number)
+            value = json.loads(answer, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
             return 0.0
         try:
@@ -166,7 +168,7 @@ def _read(file: Path) -> Any:
     return schema
 
 
-def _no_number(name: str) -> None:
+def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not allowed in JSON")
 
 
@@ -189,7 +191,7 @@ def exact_match(reference: str, answer: str) -> float:
 
 def word_f1(reference: str, answer: str) -> float:
     """Return the F1 of common words, ignoring case, punctuation and articles, as in SQuAD (arXiv 1606.05250)."""
-    expected, actual = _words(reference), _words(answer)
+    expected, actual = _split_words(reference), _split_words(answer)
     if not expected or not actual:
         return float(expected == actual)
     common = sum((Counter(expected) & Counter(actual)).values())
@@ -203,7 +205,7 @@ def rouge_l(reference: str, answer: str, *, stem: bool = False) -> Overlap:
     Args:
         stem: compare the stems of words (Porter).
     """
-    score = _rouge_scorer(stem).score(reference, answer)["rougeL"]
+    score = _load_rouge_scorer(stem).score(reference, answer)["rougeL"]
     return Overlap(score.precision, score.recall, score.fmeasure)
 
 
@@ -218,7 +220,7 @@ def rouge_l_recall(reference: str, answer: str) -> float:
 
 
 @functools.cache
-def _rouge_scorer(stem: bool) -> Any:
+def _load_rouge_scorer(stem: bool) -> Any:
     require("rouge_score", "rouge_l")
     if os.path.expanduser("~") == "~":  # nltk, whose stemmer it uses, needs a download directory
         os.environ.setdefault("NLTK_DATA", tempfile.gettempdir())
@@ -227,7 +229,7 @@ def _rouge_scorer(stem: bool) -> Any:
     return RougeScorer(["rougeL"], use_stemmer=stem)
 
 
-def _words(text: str) -> list[str]:
+def _split_words(text: str) -> list[str]:
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 

@@ -19,8 +19,8 @@ from trainwright import __version__
 from trainwright.errors import RequestError
 from trainwright.inference.evaluation.measure import Measurement, MetricDifferences
 from trainwright.inference.evaluation.rows import CONFIDENCE, Estimate, estimate
-from trainwright.models.files import replacing
-from trainwright.utils.text import table
+from trainwright.models.files import replace_directory
+from trainwright.utils.text import format_table
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Report:
     @cached_property
     def estimates(self) -> dict[str, Estimate]:
         """Return every metric with its interval."""
-        return _estimates(self.measured)
+        return _estimate_columns(self.measured)
 
     def lines(self) -> list[str]:
         """Return the table and its notes."""
@@ -60,22 +60,26 @@ class Report:
         if self.comparison is not None:
             lines += [f"note: {note}" for note in self.comparison.notes]
         if self.harness:
-            lines += table_lines(_harness_rows(self.harness), ("task", "metric", "value", "standard error"))
+            lines += align_columns(_list_harness_rows(self.harness), ("task", "metric", "value", "standard error"))
         return lines
 
     def _table(self) -> list[str]:
         if self.against is None:
-            return table_lines(_rows(self.estimates), _HEAD)
+            return align_columns(_list_rows(self.estimates), _HEAD)
         assert self.measured is not None and self.against is not None and self.comparison is not None
         rows = []
         for name, column in self.measured.columns.items():
             difference = self.comparison.differences.get(name)
             other = self.against.columns.get(name)
-            values = [number_text(column.value()), "" if other is None else number_text(other.value())]
-            shown = ["", ""] if difference is None else [_signed(difference.value), _between(difference, _signed)]
+            values = [format_number(column.value()), "" if other is None else format_number(other.value())]
+            shown = (
+                ["", ""]
+                if difference is None
+                else [_format_signed(difference.value), _format_interval(difference, _format_signed)]
+            )
             rows.append([name, *values, *shown, f"{len(column):,}"])
         head = ("metric", "A", "B", "A - B", f"{CONFIDENCE:.0%} interval".replace("%", " %"), "rows")
-        return table_lines(rows, head)
+        return align_columns(rows, head)
 
     def write(self, directory: Path) -> None:
         """Write all files to the new ``directory``. Raises RequestError if they cannot be written."""
@@ -96,10 +100,13 @@ class Report:
         """Return every number, as plain values."""
         numbers: dict[str, Any] = {}
         if self.measured is not None:
-            numbers |= _described(self.measured, self.estimates)
+            numbers |= _collect_values(self.measured, self.estimates)
         if self.against is not None and self.comparison is not None:
             differences = {name: asdict(each) for name, each in self.comparison.differences.items()}
-            numbers["against"] = {**_described(self.against, _estimates(self.against)), "difference": differences}
+            numbers["against"] = {
+                **_collect_values(self.against, _estimate_columns(self.against)),
+                "difference": differences,
+            }
         if self.parts:
             numbers["sources"] = {name: part._numbers() for name, part in self.parts.items()}
         return numbers
@@ -113,7 +120,7 @@ def complete_directory(directory: Path) -> Iterator[Path]:
         RequestError: something cannot be written.
     """
     try:
-        with replacing(directory) as scratch:
+        with replace_directory(directory) as scratch:
             yield scratch
     except OSError as error:
         raise RequestError(f"--out: {directory} cannot be written: {error.strerror or error}") from error
@@ -122,23 +129,23 @@ def complete_directory(directory: Path) -> Iterator[Path]:
 _HEAD = ("metric", "value", f"{CONFIDENCE:.0%} interval".replace("%", " %"), "rows")
 
 
-def _estimates(measured: Measurement | None) -> dict[str, Estimate]:
+def _estimate_columns(measured: Measurement | None) -> dict[str, Estimate]:
     return {} if measured is None else {name: estimate(column) for name, column in measured.columns.items()}
 
 
-def _described(measured: Measurement, estimates: Mapping[str, Estimate]) -> dict[str, Any]:
+def _collect_values(measured: Measurement, estimates: Mapping[str, Estimate]) -> dict[str, Any]:
     metrics = {name: asdict(value) for name, value in estimates.items()}
     return {"model": measured.origin, "metrics": metrics, "notes": measured.notes}
 
 
-def _rows(estimates: Mapping[str, Estimate]) -> list[list[str]]:
+def _list_rows(estimates: Mapping[str, Estimate]) -> list[list[str]]:
     return [
-        [name, number_text(value.value), _between(value, number_text), f"{value.n:,}"]
+        [name, format_number(value.value), _format_interval(value, format_number), f"{value.n:,}"]
         for name, value in estimates.items()
     ]
 
 
-def _harness_rows(harness: Mapping[str, Any]) -> list[list[str]]:
+def _list_harness_rows(harness: Mapping[str, Any]) -> list[list[str]]:
     rows = []
     for task, metrics in harness.items():
         for key, value in metrics.items():
@@ -146,27 +153,29 @@ def _harness_rows(harness: Mapping[str, Any]) -> list[list[str]]:
             error = metrics.get(f"{name}_stderr,{choice}")
             if isinstance(value, float) and not name.endswith("_stderr"):
                 label = name if choice in ("", "none") else f"{name} ({choice})"
-                rows.append([task, label, number_text(value), number_text(error) if isinstance(error, float) else ""])
+                rows.append(
+                    [task, label, format_number(value), format_number(error) if isinstance(error, float) else ""]
+                )
     return rows
 
 
-def table_lines(rows: Sequence[Sequence[str]], head: Sequence[str]) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]], head: Sequence[str]) -> list[str]:
     """Return rows under their head, aligned in columns."""
-    return list(table([head, *rows]))
+    return list(format_table([head, *rows]))
 
 
-def number_text(value: float) -> str:
+def format_number(value: float) -> str:
     """Return a number formatted for tables: four decimals, or more if it is very small."""
     if value and abs(value) < 1e-3:
         return f"{value:.2e}"
     return f"{value:.4f}" if abs(value) < 1000 else f"{value:,.1f}"
 
 
-def _signed(value: float) -> str:
+def _format_signed(value: float) -> str:
     return f"{value:+.4f}" if abs(value) < 1000 else f"{value:+,.1f}"
 
 
-def _between(value: Estimate, words: Any) -> str:
+def _format_interval(value: Estimate, words: Any) -> str:
     return "one row" if value.low is None or value.high is None else f"{words(value.low)} to {words(value.high)}"
 
 

@@ -22,16 +22,16 @@ import numpy.typing as npt
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
 from trainwright.data.rows.chat_templates import Remarks
 from trainwright.data.rows.formats import EXAMPLES, Example, Message, NoTarget, TurnsError, to_example
-from trainwright.data.rows.layouts import SINGLE, columns_not_used, layout_of
+from trainwright.data.rows.layouts import SINGLE, choose_layout, describe_unused_columns
 from trainwright.data.rows.texts import TextEncoder
-from trainwright.data.sources.reading import location_of, read_rows, source_notes
+from trainwright.data.sources.reading import list_source_notes, locate_row, read_rows
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.data.tokens.token_rows import splits_long, windows_of
+from trainwright.data.tokens.token_rows import is_long_split, split_windows
 from trainwright.errors import RequestError
-from trainwright.inference.prompts import last_answer
+from trainwright.inference.prompts import find_last_answer
 from trainwright.recipe.sections.data import SourceSection
 from trainwright.utils.installation import require
-from trainwright.utils.text import they
+from trainwright.utils.text import format_clause
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -85,17 +85,17 @@ class EvaluationRows:
     def location(self, index: int) -> str:
         """Return file and line of a row, for messages."""
         source = self.sources[self.parts[index]]
-        return location_of(source.source, self.numbers[index], source.format == "documents")
+        return locate_row(source.source, self.numbers[index], source.format == "documents")
 
-    def question(self, index: int) -> list[Message]:
+    def build_question(self, index: int) -> list[Message]:
         """Return a conversation up to the start of its last answer."""
         turns = self._turns(index)
-        return turns[: last_answer(turns)]
+        return turns[: find_last_answer(turns)]
 
     def answer(self, index: int) -> Message:
         """Return the last answer of a conversation."""
         turns = self._turns(index)
-        return turns[last_answer(turns)]
+        return turns[find_last_answer(turns)]
 
     def _turns(self, index: int) -> list[Message]:
         example = self.examples[index]
@@ -103,7 +103,7 @@ class EvaluationRows:
         return example
 
 
-def joined(several: Sequence[EvaluationRows]) -> EvaluationRows:
+def join_rows(several: Sequence[EvaluationRows]) -> EvaluationRows:
     """Return the rows of several sources, one after another."""
     parts: list[int] = []
     sources: tuple[SourceSection, ...] = ()
@@ -125,12 +125,12 @@ def read(source: SourceSection, *, key: str, only: Sequence[int] | None = None) 
     Raises:
         RequestError: the source, its layout or a row is invalid, or a row has no reference, with its file and line.
     """
-    narrowing = functools.partial(EXAMPLES.narrowing, source.rows)
+    narrowing = functools.partial(EXAMPLES.build_narrowing, source.rows)
     table = read_rows(source.source, source.limit, key, source.format == "documents", narrowing)
     first = table[:8]
     rows_of_first = [dict(zip(first, values, strict=True)) for values in zip(*first.values(), strict=True)]
     try:
-        layout = layout_of(table.column_names, rows_of_first, source.rows, SINGLE)
+        layout = choose_layout(table.column_names, rows_of_first, source.rows, SINGLE)
     except RequestError as error:
         raise RequestError(f"{key}: {source.source}: {error}") from None
     numbers = list(range(len(table)) if only is None else only)
@@ -146,16 +146,16 @@ def read(source: SourceSection, *, key: str, only: Sequence[int] | None = None) 
             ) from None
         except RequestError as error:
             raise RequestError(f"{key}: {rows.location(index)}: {error}") from None
-    rows.notes.extend(source_notes(source.source, key, source.format == "documents"))
+    rows.notes.extend(list_source_notes(source.source, key, source.format == "documents"))
     if layout.read_as:
         rows.notes.append(f"{source.source}: {layout.read_as}")
     if unused := layout.unused(table.column_names):
-        rows.notes.append(f"{source.source}: {columns_not_used(unused)}")
-    rows.notes.extend(f"{source.source}: {they(count, 'row', what)}" for what, count in remarks.items())
+        rows.notes.append(f"{source.source}: {describe_unused_columns(unused)}")
+    rows.notes.extend(f"{source.source}: {format_clause(count, 'row', what)}" for what, count in remarks.items())
     return rows
 
 
-def drawn(total: int, count: int | None) -> list[int]:
+def draw_indices(total: int, count: int | None) -> list[int]:
     """Return ``count`` of ``total`` indices, in order and the same for every call; all of them if it is None."""
     if count is None or count >= total:
         return list(range(total))
@@ -234,12 +234,12 @@ def encode(
     pairs: list[Encoded] = []
     windows, last_turn, called, cut, split = [], [], {}, 0, 0
     remarks = Remarks()
-    for row, (ids, flags) in enumerate(_encoded(rows, tokenizer, encoder, key, remarks)):
+    for row, (ids, flags) in enumerate(_encode_rows(rows, tokenizer, encoder, key, remarks)):
         is_text = isinstance(rows.examples[row], str)
         ends = [(0, len(ids))]
         if max_length is not None and len(ids) > max_length:
-            splits = splits_long(long_documents, "text" if is_text else "messages")
-            ends = windows_of(len(ids), max_length) if splits else [(0, max_length)]
+            splits = is_long_split(long_documents, "text" if is_text else "messages")
+            ends = split_windows(len(ids), max_length) if splits else [(0, max_length)]
             split, cut = split + splits, cut + (not splits)
         trained = [(begin, end) for begin, end in ends if any(flags[begin + 1 : end])]
         if not trained:
@@ -247,14 +247,14 @@ def encode(
                 f"{key}: {rows.location(row)}: its {len(ids):,} tokens have no answer within the first {ends[0][1]:,}; "
                 "raise --max-length up to the model's limit, or remove the row"
             )
-        begin = max(1, last_run(flags)[0])
+        begin = max(1, find_last_run(flags)[0])
         last_turn.append(sum(flags[begin : trained[-1][1]]))
         windows.append(len(trained))
         pairs += [(ids[begin:end], flags[begin:end]) for begin, end in trained]
         if not is_text and rows.answer(row).get("tool_calls"):
             called[row] = str(tokenizer.decode(ids[begin : begin + sum(flags[begin:])], skip_special_tokens=True))
     dataset = TokenDataset.from_examples(pairs, fingerprint(pairs))
-    prompts = RowPrompts() if encoder is None else _prompts(rows, encoder, questions, called, key)
+    prompts = RowPrompts() if encoder is None else _encode_questions(rows, encoder, questions, called, key)
     notes = [*rows.notes, *([] if encoder is None else encoder.notes), *remarks.lines()]
     return EncodedRows(dataset, windows, last_turn, prompts, cut, split, notes)
 
@@ -267,7 +267,7 @@ def fingerprint(pairs: Sequence[Encoded]) -> str:
     return digest.hexdigest()[:32]
 
 
-def _encoded(
+def _encode_rows(
     rows: EvaluationRows, tokenizer: PreTrainedTokenizerBase, encoder: ChatEncoder | None, key: str, remarks: Remarks
 ) -> Iterator[Encoded]:
     start = 0
@@ -288,18 +288,18 @@ def _encoded(
             start += len(batch)
 
 
-def _prompts(
+def _encode_questions(
     rows: EvaluationRows, encoder: ChatEncoder, questions: Sequence[int], called: Mapping[int, str], key: str
 ) -> RowPrompts:
     """Return the questions of the rows ``questions``; ``called`` has the references of answers that call tools."""
     references = [called.get(row, str(rows.answer(row)["content"])).strip() for row in questions]
     try:
-        return RowPrompts(list(questions), encoder.prompts([rows.question(row) for row in questions]), references)
+        return RowPrompts(list(questions), encoder.prompts([rows.build_question(row) for row in questions]), references)
     except TurnsError as error:
         raise RequestError(f"{key}: {rows.location(questions[error.index])}: {error}") from None
 
 
-def last_run(flags: Sequence[bool] | np.ndarray) -> tuple[int, int]:
+def find_last_run(flags: Sequence[bool] | np.ndarray) -> tuple[int, int]:
     """Return the start and the end of the last contiguous run of targets."""
     places = np.flatnonzero(flags)
     breaks = np.flatnonzero(np.diff(places) > 1)
@@ -375,28 +375,28 @@ def estimate(column: Column, resamples: int = RESAMPLES) -> Estimate:
     (Efron and Tibshirani 1993, chapter 13), which would be a single point where all rows have the same value.
     """
     if len(column) > 1 and column.is_proportion:
-        return Estimate(column.value(), *wilson(column.value(), column.effective_rows), len(column))
+        return Estimate(column.value(), *compute_wilson_interval(column.value(), column.effective_rows), len(column))
 
     def metric(values: Any, weights: Any, axis: int) -> Any:
         return column.finish(values.sum(axis) / weights.sum(axis))
 
-    return Estimate(column.value(), *_interval(metric, [column], resamples), len(column))
+    return Estimate(column.value(), *_bootstrap_interval(metric, [column], resamples), len(column))
 
 
-def difference(one: Column, other: Column) -> Estimate:
+def estimate_difference(one: Column, other: Column) -> Estimate:
     """Return ``one`` minus ``other`` on the same rows, with its interval: both are resampled with the same rows."""
     assert len(one) == len(other), "rows are compared one by one"
     if len(one) > 1 and one.is_proportion and other.is_proportion:
-        return Estimate(one.value() - other.value(), *_paired_proportions(one, other), len(one))
+        return Estimate(one.value() - other.value(), *_compute_paired_interval(one, other), len(one))
 
     def metric(values: Any, weights: Any, others: Any, other_weights: Any, axis: int) -> Any:
         first = one.finish(values.sum(axis) / weights.sum(axis))
         return first - other.finish(others.sum(axis) / other_weights.sum(axis))
 
-    return Estimate(one.value() - other.value(), *_interval(metric, [one, other], RESAMPLES), len(one))
+    return Estimate(one.value() - other.value(), *_bootstrap_interval(metric, [one, other], RESAMPLES), len(one))
 
 
-def wilson(share: float, count: float) -> tuple[float, float]:
+def compute_wilson_interval(share: float, count: float) -> tuple[float, float]:
     """Return the 95 % interval of a proportion of ``count`` rows (Wilson 1927)."""
     spread = _Z**2 / count
     middle = (share + spread / 2) / (1 + spread)
@@ -405,11 +405,11 @@ def wilson(share: float, count: float) -> tuple[float, float]:
     return (0.0 if share == 0 else max(0.0, middle - half)), (1.0 if share == 1 else min(1.0, middle + half))
 
 
-def _paired_proportions(one: Column, other: Column) -> tuple[float, float]:
+def _compute_paired_interval(one: Column, other: Column) -> tuple[float, float]:
     """Return the 95 % interval of the difference of two proportions of the same rows (Newcombe 1998, method 10)."""
     share, other_share = one.value(), other.value()
-    low, high = wilson(share, one.effective_rows)
-    other_low, other_high = wilson(other_share, other.effective_rows)
+    low, high = compute_wilson_interval(share, one.effective_rows)
+    other_low, other_high = compute_wilson_interval(other_share, other.effective_rows)
     both = float((one.values * other.values).sum() / (one.weights * other.weights).sum())
     spread = math.sqrt(share * (1 - share) * other_share * (1 - other_share))
     related = 0.0 if spread == 0 else (both - share * other_share) / spread
@@ -419,7 +419,7 @@ def _paired_proportions(one: Column, other: Column) -> tuple[float, float]:
     return share - other_share - below, share - other_share + above
 
 
-def _interval(metric: Any, columns: list[Column], resamples: int) -> tuple[float | None, float | None]:
+def _bootstrap_interval(metric: Any, columns: list[Column], resamples: int) -> tuple[float | None, float | None]:
     count = len(columns[0])
     if count < 2:
         return None, None

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from trainwright.data.rows.tokenizer_calls import call_tokenizer
+from trainwright.data.stream.dataset_cache import list_validation_parts
 from trainwright.data.stream.dataset_cache import prepare as prepare_data
-from trainwright.data.stream.dataset_cache import validation_parts
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError, TrainwrightError
 from trainwright.inference.answering import AnswerSettings, Stage, answer_all
@@ -34,20 +34,20 @@ from trainwright.inference.evaluation.metrics import (
     AnswerMatch,
     EvaluationRequest,
     Judge,
-    judges,
+    build_judges,
 )
 from trainwright.inference.evaluation.report import Report
-from trainwright.inference.evaluation.rows import EncodedRows, EvaluationRows, drawn, encode, joined, read
+from trainwright.inference.evaluation.rows import EncodedRows, EvaluationRows, draw_indices, encode, join_rows, read
 from trainwright.inference.finding import UnloadedModel, find_model
 from trainwright.inference.generation import Sampling, stop_of
 from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
 from trainwright.inference.scoring import score
-from trainwright.machine.cache import cache_root
+from trainwright.machine.cache import find_cache_root
 from trainwright.machine.machine import Machine
-from trainwright.models.load import load_tokenizer, max_positions
+from trainwright.models.load import load_tokenizer, read_max_positions
 from trainwright.parallel.world import World
 from trainwright.recipe.sections.data import SourceSection
-from trainwright.utils.text import plural, they
+from trainwright.utils.text import format_clause, format_plural
 
 _MODEL, _AGAINST = "model", "against"
 _RUNS_OWN = "data.validation of the run"
@@ -70,19 +70,21 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
         unloaded.save(work / side / "found.json")
     if not request.on_rows:
         return
-    rows, key = _rows(request, model)
-    longest, long_documents = _lengths(request, model)
-    judged = judges(request.metrics, request.answer_pattern, request.json_schema)
+    rows, key = _read_rows(request, model)
+    longest, long_documents = _choose_lengths(request, model)
+    judged = build_judges(request.metrics, request.answer_pattern, request.json_schema)
     if judged and not rows.conversations:
         if request.explicit or request.answer_pattern is not None or request.json_schema is not None:
             raise RequestError(f"--metrics: {', '.join(judged)} need questions, and the rows of {rows.name} are texts")
         judged = {}
     everything = request.full or request.quick or request.limit is not None
     conversations = rows.conversations if judged else []
-    questions = [conversations[index] for index in drawn(len(conversations), None if everything else USUAL_ANSWERS)]
+    questions = [
+        conversations[index] for index in draw_indices(len(conversations), None if everything else USUAL_ANSWERS)
+    ]
     _check_references(rows, judged, questions, key)
     for side, unloaded in sides.items():
-        limit = min((n for n in (longest, max_positions(unloaded.section)) if n is not None), default=None)
+        limit = min((n for n in (longest, read_max_positions(unloaded.section)) if n is not None), default=None)
         encoded = encode(
             rows,
             load_tokenizer(unloaded.section),
@@ -91,12 +93,12 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
             questions=questions,
             key=key,
         )
-        _check_prompt_lengths(encoded, rows, max_positions(unloaded.section), key)
+        _check_prompt_lengths(encoded, rows, read_max_positions(unloaded.section), key)
         encoded.save(work / side)
     names = [name for name in request.metrics if name in judged or name in LIKELIHOODS]
     if not names:
         raise RequestError("--metrics: no metric to compute")
-    origins = Origins(_names(rows), rows.numbers, rows.parts)
+    origins = Origins(_number_names(rows), rows.numbers, rows.parts)
     about = {"origins": asdict(origins), "names": names, "answered": len(questions)}
     (work / "about.json").write_text(json.dumps(about), encoding="utf-8")
 
@@ -138,14 +140,14 @@ def report_of(request: EvaluationRequest, work: Path) -> Report:
     against = None if request.against is None else Measurement.open(work / _AGAINST / "measured.json")
     several = len(origins.sources) > 1
     parts = {
-        name: _compared(measured.of_source(part), None if against is None else against.of_source(part))
+        name: _build_report(measured.select_source(part), None if against is None else against.select_source(part))
         for part, name in enumerate(origins.sources)
         if several and part in origins.parts
     }
-    return replace(_compared(measured, against), settings=settings, harness=harness, parts=parts)
+    return replace(_build_report(measured, against), settings=settings, harness=harness, parts=parts)
 
 
-def _compared(measured: Measurement, against: Measurement | None) -> Report:
+def _build_report(measured: Measurement, against: Measurement | None) -> Report:
     return Report({}, measured, against, None if against is None else compare(measured, against))
 
 
@@ -157,27 +159,29 @@ def _measure(request: EvaluationRequest, work: Path, side: str, loaded: Loaded, 
         model.origin,
         origins,
         about["names"],
-        judges(about["names"], request.answer_pattern, request.json_schema),
+        build_judges(about["names"], request.answer_pattern, request.json_schema),
         Sampling(max_new_tokens=request.max_new_tokens),
         request.batch_size,
     )
     measured = measure(loaded, rows, settings, world, stage)
     if measured is not None:
-        replace(measured, notes=[*rows.notes, *_notes(measured, rows, request)]).save(work / side / "measured.json")
+        replace(measured, notes=[*rows.notes, *_iterate_notes(measured, rows, request)]).save(
+            work / side / "measured.json"
+        )
 
 
-def _notes(measured: Measurement, rows: EncodedRows, request: EvaluationRequest) -> Iterator[str]:
+def _iterate_notes(measured: Measurement, rows: EncodedRows, request: EvaluationRequest) -> Iterator[str]:
     if rows.cut:
-        yield f"{plural(rows.cut, 'row')} truncated to the maximum length"
+        yield f"{format_plural(rows.cut, 'row')} truncated to the maximum length"
     if rows.split:
-        yield f"{plural(rows.split, 'row')} split at the maximum length; no token is lost"
+        yield f"{format_plural(rows.split, 'row')} split at the maximum length; no token is lost"
     unfinished = sum(sample.complete is False for sample in measured.samples)
     if unfinished:
-        cut = they(unfinished, "answer", "were cut")
-        yield f"{cut} at {plural(request.max_new_tokens, 'token')}; raise --max-new-tokens for longer ones"
+        cut = format_clause(unfinished, "answer", "were cut")
+        yield f"{cut} at {format_plural(request.max_new_tokens, 'token')}; raise --max-new-tokens for longer ones"
 
 
-def _rows(request: EvaluationRequest, model: UnloadedModel) -> tuple[EvaluationRows, str]:
+def _read_rows(request: EvaluationRequest, model: UnloadedModel) -> tuple[EvaluationRows, str]:
     """Return the rows, and their name in messages."""
     if request.data is not None:
         source = SourceSection.model_validate(
@@ -185,21 +189,21 @@ def _rows(request: EvaluationRequest, model: UnloadedModel) -> tuple[EvaluationR
         )
         rows = read(source, key="--data")
     else:
-        rows = _rows_of_run(model)
+        rows = _read_rows_of_run(model)
         rows = rows.chosen(range(min(len(rows), request.limit or len(rows))))
     if request.quick:
-        rows = rows.chosen(drawn(len(rows), QUICK_ROWS))
+        rows = rows.chosen(draw_indices(len(rows), QUICK_ROWS))
     return rows, "--data" if request.data is not None else _RUNS_OWN
 
 
-def _lengths(request: EvaluationRequest, model: UnloadedModel) -> tuple[int | None, str]:
+def _choose_lengths(request: EvaluationRequest, model: UnloadedModel) -> tuple[int | None, str]:
     """Return the maximum row length, if limited, and how longer rows are handled, like ``data.long_documents``."""
     defaults = model.recipe.data if request.data is None and model.recipe is not None else None
     longest = request.max_length if defaults is None or request.max_length is not None else defaults.max_length
     return longest, "auto" if defaults is None else defaults.long_documents
 
 
-def _rows_of_run(model: UnloadedModel) -> EvaluationRows:
+def _read_rows_of_run(model: UnloadedModel) -> EvaluationRows:
     """Return the validation rows of the run."""
     recipe = model.recipe
     if recipe is None:
@@ -210,19 +214,19 @@ def _rows_of_run(model: UnloadedModel) -> EvaluationRows:
     if not data.validation:
         raise RequestError(f"--data: {model.origin} is of a run without validation rows; pass the rows")
     if data.streaming is not None:
-        return joined([read(source, key=key) for source, key in data.validation_sources])
-    prepared = prepare_data(data, load_tokenizer(model.section), seed=recipe.train.seed, cache=cache_root())
+        return join_rows([read(source, key=key) for source, key in data.validation_sources])
+    prepared = prepare_data(data, load_tokenizer(model.section), seed=recipe.train.seed, cache=find_cache_root())
     validation_rows = prepared.held_out()
-    return joined(
+    return join_rows(
         [
             read(source, key=key, only=validation_rows[validation_rows[:, 0] == part, 1].tolist())
-            for part, (source, key) in enumerate(validation_parts(data))
+            for part, (source, key) in enumerate(list_validation_parts(data))
             if part in validation_rows[:, 0]
         ]
     )
 
 
-def _names(rows: EvaluationRows) -> list[str]:
+def _number_names(rows: EvaluationRows) -> list[str]:
     """Return the names of the sources, numbered if several have the same name."""
     names = [source.source for source in rows.sources]
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, 1)]
@@ -243,7 +247,8 @@ def _check_prompt_lengths(encoded: EncodedRows, rows: EvaluationRows, positions:
     for row, prompt in zip(encoded.prompts.rows, encoded.prompts.tokens, strict=True):
         if positions is not None and len(prompt) >= positions:
             raise RequestError(
-                f"{key}: {rows.location(row)}: its question has {plural(len(prompt), 'token')}, but the model has only "
+                f"{key}: {rows.location(row)}: its question has {format_plural(len(prompt), 'token')}, but the model "
+                "has only "
                 f"{positions:,} positions; shorten or remove the row"
             )
 
@@ -269,7 +274,7 @@ def run_tasks(
         shared.serve()
         return {}
     try:
-        return _results(_language_model(shared), tasks, directory, limit)
+        return _run_harness(_build_language_model(shared), tasks, directory, limit)
     finally:
         shared.finish()
 
@@ -294,14 +299,14 @@ class _Shared:
     def likelihoods(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """Return for every continuation after its context, in tokens, its log-likelihood and whether it is greedy."""
         self._world.broadcast(("likelihoods", (pairs,)))
-        return self._likelihoods(pairs)
+        return self._score_pairs(pairs)
 
     def answers(self, prompts: list[list[int]], sampling: dict[str, Any], until: list[str]) -> list[str]:
         """Return the model's answer to every prompt."""
         self._world.broadcast(("answers", (prompts, sampling, until)))
         return self._answers(prompts, sampling, until)
 
-    def _likelihoods(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+    def _score_pairs(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         examples = [
             (context + continuation, [False] * len(context) + [True] * len(continuation))
             for context, continuation in pairs
@@ -312,14 +317,14 @@ class _Shared:
 
     def _answers(self, prompts: list[list[int]], sampling: dict[str, Any], until: list[str]) -> list[str]:
         tokenizer, lm = self.loaded.tokenizer, self.loaded.lm
-        stop = stop_of(lm.model, tokenizer, chat=False).with_texts(until)
+        stop = stop_of(lm.model, tokenizer, chat=False).add_texts(until)
         settings, progress = AnswerSettings(Sampling(**sampling), stop), self._stage("answers", len(prompts))
-        with lm.for_generation() as model:
+        with lm.open_for_generation() as model:
             answers = answer_all(model, tokenizer, prompts, settings, self._world, progress)
         return [answer.text for answer in answers]
 
 
-def _language_model(shared: _Shared) -> Any:
+def _build_language_model(shared: _Shared) -> Any:
     """Return the model with the harness's interface."""
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import normalize_gen_kwargs
@@ -369,7 +374,7 @@ def _language_model(shared: _Shared) -> Any:
                 alike[repr(request.args[1])].append(index)
             for indices in alike.values():
                 settings = normalize_gen_kwargs(dict(requests[indices[0]].args[1]), _HARNESS_NEW_TOKENS)
-                sampling = _sampling(settings)
+                sampling = _parse_sampling(settings)
                 prompt_limit = longest + 1 - sampling.max_new_tokens
                 if prompt_limit < 1:
                     raise RequestError(
@@ -383,7 +388,7 @@ def _language_model(shared: _Shared) -> Any:
     return LanguageModel()
 
 
-def _sampling(settings: dict[str, Any]) -> Sampling:
+def _parse_sampling(settings: dict[str, Any]) -> Sampling:
     """Return the sampling settings of a task. Raises RequestError for unsupported ones."""
     supported = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
     if unknown := [key for key, value in settings.items() if key not in supported and value is not None]:
@@ -396,7 +401,9 @@ def _sampling(settings: dict[str, Any]) -> Sampling:
     )
 
 
-def _results(model: Any, tasks: Sequence[str], directory: str | None, limit: int | None) -> dict[str, dict[str, Any]]:
+def _run_harness(
+    model: Any, tasks: Sequence[str], directory: str | None, limit: int | None
+) -> dict[str, dict[str, Any]]:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 

@@ -20,7 +20,7 @@ from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
-from trainwright.machine.cache import cache_root
+from trainwright.machine.cache import find_cache_root
 from trainwright.machine.machine import Machine
 from trainwright.utils.paths import write_file
 
@@ -67,23 +67,23 @@ class Curve:
         object.__setattr__(self, "_points", tuple((math.log(size), math.log(seconds)) for size, seconds in used))
 
     def _usable(self) -> Iterator[TimedSample]:
-        """Yield the valid samples; ``contradictions`` reports impossible ones."""
+        """Yield the valid samples; ``check_calibration`` reports impossible ones."""
         return (s for s in self.samples if not s.held_out and s.sizes[0] > 0 and s.seconds > 0)
 
     def seconds(self, *sizes: float) -> float:
         """Return the predicted seconds for these sizes, in the number and order of the samples' sizes."""
         if self.form == "table":
-            return self._interpolated(sizes[0])
+            return self._interpolate_seconds(sizes[0])
         return sum(c * t for c, t in zip(self.coefficients, FORMS[self.form](*sizes), strict=True))
 
-    def _interpolated(self, size: float) -> float:
+    def _interpolate_seconds(self, size: float) -> float:
         points = self._points
         if size <= 0:
             return 0.0
         x, (largest, seconds) = math.log(size), points[-1]
         if x > largest:
             return math.exp(seconds + x - largest)
-        return math.exp(interpolated(points, x))  # nothing takes less than launching a kernel, the first point
+        return math.exp(interpolate(points, x))  # nothing takes less than launching a kernel, the first point
 
     @property
     def errors(self) -> list[float]:
@@ -91,7 +91,7 @@ class Curve:
         return [abs(self.seconds(*s.sizes) / s.seconds - 1) for s in self.samples if s.held_out]
 
 
-def interpolated(points: Sequence[tuple[float, float]], x: float) -> float:
+def interpolate(points: Sequence[tuple[float, float]], x: float) -> float:
     """Return the value at ``x`` between sorted ``points``; that of the first or the last point outside of them."""
     if x <= points[0][0]:
         return points[0][1]
@@ -197,9 +197,9 @@ class Calibration:
         """Return the setting whose number of processes is nearest to ``processes``, in proportion."""
         return min(self.settings, key=lambda setting: abs(math.log(setting.processes / processes)))
 
-    def outdated(self, machine: Machine) -> tuple[str, ...]:
+    def explain_outdated(self, machine: Machine) -> tuple[str, ...]:
         """Return messages about what has changed since the calibration; empty while it is valid."""
-        now = versions(machine)
+        now = read_versions(machine)
         names = dict.fromkeys([*self.versions, *now])
         return tuple(
             f"{name} {self.versions.get(name, 'none')} then, {now.get(name, 'none')} now"
@@ -216,26 +216,26 @@ class Calibration:
 _KERNELS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
 
 
-def versions(machine: Machine) -> dict[str, str]:
+def read_versions(machine: Machine) -> dict[str, str]:
     """Return the versions, besides the hardware, that affect the speed of ``machine``."""
     by_component = {"torch": metadata.version("torch"), "python": platform.python_version()}
     by_component |= {name: value for name in _KERNELS if (value := os.environ.get(name, ""))}
-    if machine.gpus and (driver := _driver()):
+    if machine.gpus and (driver := _read_driver_version()):
         by_component["driver"] = driver
     return by_component
 
 
-def calibration_file(machine: Machine, root: Path | None = None) -> Path:
+def locate_calibration(machine: Machine, root: Path | None = None) -> Path:
     """Return the calibration file of machines like ``machine``: same processor, cores and GPUs."""
-    return (root or cache_root()) / "calibration" / f"{digest(hardware(machine))}.json"
+    return (root or find_cache_root()) / "calibration" / f"{hash_value(list_hardware(machine))}.json"
 
 
-def hardware(machine: Machine) -> list[object]:
+def list_hardware(machine: Machine) -> list[object]:
     """Return the hardware properties that identify machines of equal speed."""
     return [machine.cpu_name, machine.cpu_cores, *((gpu.name, gpu.memory_bytes) for gpu in machine.gpus)]
 
 
-def digest(value: object) -> str:
+def hash_value(value: object) -> str:
     """Return a hash of a value, for file names."""
     return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
@@ -243,7 +243,7 @@ def digest(value: object) -> str:
 def save_calibration(calibration: Calibration, file: Path) -> None:
     """Write the calibration as a whole."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_file(file, json.dumps(as_json(calibration), indent=1) + "\n")
+    write_file(file, json.dumps(to_json(calibration), indent=1) + "\n")
 
 
 def load_calibration(file: Path) -> Calibration | None:
@@ -255,12 +255,12 @@ def load_calibration(file: Path) -> Calibration | None:
     return from_json(content) if _is_of_this_layout(content) else None
 
 
-def of_json(content: Any) -> Calibration:
+def parse_calibration(content: Any) -> Calibration:
     """Validate any value and convert it like ``from_json``. Raises KeyError, TypeError or ValueError."""
     if not _is_of_this_layout(content):
         raise ValueError("of another version of Trainwright, or no calibration")
     calibration = from_json(content)
-    if as_json(calibration) != content:  # types are not checked, so the result must convert back to the input
+    if to_json(calibration) != content:  # types are not checked, so the result must convert back to the input
         raise ValueError("not as `trainwright machine --json` writes it")
     return calibration
 
@@ -269,13 +269,13 @@ def _is_of_this_layout(content: Any) -> bool:
     return isinstance(content, dict) and content.get("form") == _FORM
 
 
-def current_calibration(machine: Machine, root: Path | None = None) -> Calibration | None:
+def load_current_calibration(machine: Machine, root: Path | None = None) -> Calibration | None:
     """Return the calibration of ``machine`` that a plan can use; None if there is none or it is outdated."""
-    calibration = load_calibration(calibration_file(machine, root))
-    return None if calibration is None or calibration.outdated(machine) else calibration
+    calibration = load_calibration(locate_calibration(machine, root))
+    return None if calibration is None or calibration.explain_outdated(machine) else calibration
 
 
-def as_json(calibration: Calibration) -> dict[str, Any]:
+def to_json(calibration: Calibration) -> dict[str, Any]:
     """Return the calibration as JSON values."""
     return {
         "form": _FORM,
@@ -290,11 +290,11 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
                 "threads": setting.threads,
                 "launch": setting.launch,
                 "overlap": setting.overlap,
-                "exchange": _without_tuples(asdict(setting.exchange)),
+                "exchange": _replace_tuples(asdict(setting.exchange)),
                 "in_step": {
-                    precision: _without_tuples(asdict(fitted)) for precision, fitted in setting.in_step.items()
+                    precision: _replace_tuples(asdict(fitted)) for precision, fitted in setting.in_step.items()
                 },
-                "curves": {name: _curve_as_json(curve) for name, curve in setting.curves.items()},
+                "curves": {name: _convert_curve(curve) for name, curve in setting.curves.items()},
             }
             for setting in calibration.settings
         ],
@@ -302,7 +302,7 @@ def as_json(calibration: Calibration) -> dict[str, Any]:
 
 
 def from_json(content: Mapping[str, Any]) -> Calibration:
-    """Return the calibration from the result of ``as_json``."""
+    """Return the calibration from the result of ``to_json``."""
     return Calibration(
         machine=content["machine"],
         measured=content["measured"],
@@ -315,22 +315,24 @@ def from_json(content: Mapping[str, Any]) -> Calibration:
                 threads=setting["threads"],
                 launch=setting["launch"],
                 overlap=setting["overlap"],
-                exchange=Exchanged(**_with_errors(setting["exchange"])),
-                in_step={precision: InStep(**_with_errors(fields)) for precision, fields in setting["in_step"].items()},
-                curves={name: _curve_from_json(curve) for name, curve in setting["curves"].items()},
+                exchange=Exchanged(**_restore_tuples(setting["exchange"])),
+                in_step={
+                    precision: InStep(**_restore_tuples(fields)) for precision, fields in setting["in_step"].items()
+                },
+                curves={name: _parse_curve(curve) for name, curve in setting["curves"].items()},
             )
             for setting in content["settings"]
         ),
     )
 
 
-def summary(errors: Iterable[float]) -> str:
+def summarize_errors(errors: Iterable[float]) -> str:
     """Summarize errors as text."""
     known_errors = list(errors)
     return f"{statistics.median(known_errors):.0%} (worst {max(known_errors):.0%})" if known_errors else "-"
 
 
-def _curve_as_json(curve: Curve) -> dict[str, Any]:
+def _convert_curve(curve: Curve) -> dict[str, Any]:
     return {
         "form": curve.form,
         "coefficients": list(curve.coefficients),
@@ -339,27 +341,30 @@ def _curve_as_json(curve: Curve) -> dict[str, Any]:
     }
 
 
-def _curve_from_json(content: Mapping[str, Any]) -> Curve:
+def _parse_curve(content: Mapping[str, Any]) -> Curve:
     return Curve(
         form=content["form"],
         coefficients=tuple(content["coefficients"]),
-        samples=(*_samples(content["samples"]), *(replace(s, held_out=True) for s in _samples(content["held_out"]))),
+        samples=(
+            *_parse_samples(content["samples"]),
+            *(replace(s, held_out=True) for s in _parse_samples(content["held_out"])),
+        ),
     )
 
 
-def _without_tuples(content: Mapping[str, Any]) -> dict[str, Any]:
+def _replace_tuples(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, "errors": list(content["errors"])}
 
 
-def _with_errors(content: Mapping[str, Any]) -> dict[str, Any]:
+def _restore_tuples(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**content, "errors": tuple(content["errors"])}
 
 
-def _samples(rows: Sequence[Sequence[float]]) -> list[TimedSample]:
+def _parse_samples(rows: Sequence[Sequence[float]]) -> list[TimedSample]:
     return [TimedSample(tuple(row[:-1]), row[-1]) for row in rows]
 
 
-def _driver() -> str | None:
+def _read_driver_version() -> str | None:
     try:
         import pynvml
     except ImportError:
@@ -378,23 +383,23 @@ _MOST_OPERATIONS, _MOST_BYTES = 1e17, 1e15  # per second
 
 def save_if_reliable(calibration: Calibration, machine: Machine, root: Path | None = None) -> str | None:
     """Save a calibration of ``machine`` if it is usable; otherwise return why not, and what plans use instead."""
-    unreliable_reason = calibration.unreliable_reason or next(contradictions(calibration), None)
+    unreliable_reason = calibration.unreliable_reason or next(check_calibration(calibration), None)
     if unreliable_reason is None:
-        save_calibration(calibration, calibration_file(machine, root))
+        save_calibration(calibration, locate_calibration(machine, root))
         return None
-    before = current_calibration(machine, root)
+    before = load_current_calibration(machine, root)
     stays = "plans use a quick measurement" if before is None else f"the one of {before.measured} is kept"
     return f"the measurement was discarded, because {unreliable_reason}: {stays}; measure again without other programs"
 
 
-def contradictions(calibration: Calibration) -> Iterator[str]:
+def check_calibration(calibration: Calibration) -> Iterator[str]:
     """Yield impossible values with their keys; the measurement failed then."""
     for number, setting in enumerate(calibration.settings):
         for name, curve in setting.curves.items():
             key = f"settings.{number}.curves.{name}"
             for sample in curve.samples:
                 if not (math.isfinite(sample.seconds) and sample.seconds > 0):
-                    yield f"{key}: {sample.seconds} seconds for {_sizes(sample.sizes)}"
+                    yield f"{key}: {sample.seconds} seconds for {_format_sizes(sample.sizes)}"
                 elif name.startswith("product/") and 2 * math.prod(sample.sizes) / sample.seconds > _MOST_OPERATIONS:
                     yield f"{key}: {2 * math.prod(sample.sizes) / sample.seconds:.1e} operations per second"
                 elif name.startswith("traffic/") and sample.sizes[0] / sample.seconds > _MOST_BYTES:
@@ -403,24 +408,24 @@ def contradictions(calibration: Calibration) -> Iterator[str]:
                 yield f"{key}.coefficients: {', '.join(map(str, curve.coefficients))}"
         if not (math.isfinite(setting.launch) and setting.launch >= 0):
             yield f"settings.{number}.launch: {setting.launch}"
-    yield from _against_each_other(calibration)
+    yield from _check_ratios(calibration)
 
 
-def _against_each_other(calibration: Calibration) -> Iterator[str]:
+def _check_ratios(calibration: Calibration) -> Iterator[str]:
     for number, setting in enumerate(calibration.settings):
-        rates = {precision: _rate(setting, precision) for precision in ("fp32", "tf32", "bf16", "fp16")}
+        rates = {precision: _compute_rate(setting, precision) for precision in ("fp32", "tf32", "bf16", "fp16")}
         for one, other in permutations(rates, 2):
             if (rates[one] or 0.0) > _MOST_RATIO * (rates[other] or math.inf):
                 times = f"{(rates[one] or 0) / (rates[other] or 1):.0f}"
                 yield f"settings.{number}.curves: {one} is {times} times as fast as {other}"
-    alone = {s.threads: _rate(s, "fp32") for s in calibration.settings if s.processes == 1 and s.threads}
+    alone = {s.threads: _compute_rate(s, "fp32") for s in calibration.settings if s.processes == 1 and s.threads}
     if (one_thread := alone.get(1)) is not None:
         for threads, rate in alone.items():
             if rate is not None and rate * _MOST_SLOWER < one_thread:
                 yield f"settings: {threads} threads are {one_thread / rate:.0f} times as slow as one"
 
 
-def _rate(setting: ProcessRates, precision: str) -> float | None:
+def _compute_rate(setting: ProcessRates, precision: str) -> float | None:
     """Return the operations per second over all measured products; None without any."""
     curves = [curve for name, curve in setting.curves.items() if name.startswith(f"product/{precision}/")]
     samples = [sample for curve in curves for sample in curve.samples]
@@ -428,5 +433,5 @@ def _rate(setting: ProcessRates, precision: str) -> float | None:
     return sum(2 * math.prod(sample.sizes) for sample in samples) / seconds if seconds > 0 else None
 
 
-def _sizes(sizes: tuple[float, ...]) -> str:
+def _format_sizes(sizes: tuple[float, ...]) -> str:
     return " x ".join(f"{size:.0f}" for size in sizes)

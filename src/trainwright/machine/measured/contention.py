@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainwright.machine.cgroups import groups, read
+from trainwright.machine.cgroups import iterate_groups, read_text
 
 _STEAL = 7  # of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal (proc_stat(5))
 
@@ -41,13 +41,13 @@ class CpuContention:
             all_threads: false counts the main thread only, which is faster.
         """
         process = root / "proc/self"
-        tasks = _listed(process / "task") if all_threads else [process]
-        threads = {task.name: counts for task in tasks if (counts := _numbers(task / "schedstat"))}
-        ticks = _ticks(root)
+        tasks = _list_directory(process / "task") if all_threads else [process]
+        threads = {task.name: counts for task in tasks if (counts := _read_numbers(task / "schedstat"))}
+        ticks = _read_ticks(root)
         return cls(
             ran={name: counts[0] for name, counts in threads.items()},
             waited={name: counts[1] for name, counts in threads.items()},
-            periods=dict(_periods(root)),
+            periods=dict(_read_periods(root)),
             stolen=ticks[_STEAL] if len(ticks) > _STEAL else 0,
             all=sum(ticks[: _STEAL + 1]),
         )
@@ -58,7 +58,7 @@ class CpuContention:
         ``waited``: of the time in which the process had work to do. ``throttled``: of the periods of its control group.
         ``stolen``: of the time of all cores.
         """
-        ran, waited = _more(self.ran, before.ran), _more(self.waited, before.waited)
+        ran, waited = _sum_increases(self.ran, before.ran), _sum_increases(self.waited, before.waited)
         shares = {"waited": waited / (ran + waited)} if ran + waited > 0 else {}
         parts = []
         for group, (periods, throttled) in self.periods.items():
@@ -72,21 +72,21 @@ class CpuContention:
         return shares
 
 
-def usable_cores() -> int:
+def count_usable_cores() -> int:
     """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def other_cores(seconds: float) -> float:
+def measure_other_cores(seconds: float) -> float:
     """Return how many cores programs other than this process and its children use on average, in ``seconds``."""
     import psutil
 
-    before = _own_seconds()
+    before = _measure_own_seconds()
     busy = psutil.cpu_percent(seconds) / 100 * (psutil.cpu_count() or 1)
-    return max(0.0, busy - (_own_seconds() - before) / seconds)
+    return max(0.0, busy - (_measure_own_seconds() - before) / seconds)
 
 
-def _own_seconds() -> float:
+def _measure_own_seconds() -> float:
     """Return the processor time of this process and those that it has started."""
     import psutil
 
@@ -98,33 +98,33 @@ def _own_seconds() -> float:
     return used
 
 
-def _more(after: Mapping[str, int], before: Mapping[str, int]) -> int:
+def _sum_increases(after: Mapping[str, int], before: Mapping[str, int]) -> int:
     return sum(value - before.get(name, 0) for name, value in after.items())
 
 
-def _listed(directory: Path) -> list[Path]:
+def _list_directory(directory: Path) -> list[Path]:
     try:
         return list(directory.iterdir())
     except OSError:
         return []
 
 
-def _numbers(file: Path) -> list[int]:
-    return [int(word) for word in read(file).split()]
+def _read_numbers(file: Path) -> list[int]:
+    return [int(word) for word in read_text(file).split()]
 
 
-def _ticks(root: Path) -> list[int]:
-    return [int(word) for word in read(root / "proc/stat").partition("\n")[0].split()[1:]]
+def _read_ticks(root: Path) -> list[int]:
+    return [int(word) for word in read_text(root / "proc/stat").partition("\n")[0].split()[1:]]
 
 
 @functools.cache  # looking for it takes longer than reading it
-def _groups(root: Path) -> tuple[Path, ...]:
-    return tuple(group for group, _ in groups("cpu", root))
+def _list_groups(root: Path) -> tuple[Path, ...]:
+    return tuple(group for group, _ in iterate_groups("cpu", root))
 
 
-def _periods(root: Path) -> Iterator[tuple[str, tuple[int, int]]]:
+def _read_periods(root: Path) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield the periods of this process's control group and its ancestors (cgroup-v2.rst, sched-bwc.rst)."""
-    for group in _groups(root):
-        counts = dict(line.split(maxsplit=1) for line in read(group / "cpu.stat").splitlines())
+    for group in _list_groups(root):
+        counts = dict(line.split(maxsplit=1) for line in read_text(group / "cpu.stat").splitlines())
         if {"nr_periods", "nr_throttled"} <= counts.keys():
             yield str(group), (int(counts["nr_periods"]), int(counts["nr_throttled"]))

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from trainwright.machine.cache import cache_root, try_write
+from trainwright.machine.cache import find_cache_root, try_write
 from trainwright.machine.machine import Machine
-from trainwright.machine.measured.calibration import digest, hardware, versions
+from trainwright.machine.measured.calibration import hash_value, list_hardware, read_versions
 
 _FORM = 2  # increased when the file changes, or predictions do, which earlier runs were compared with
 _MOST = 100  # number of runs kept per machine
@@ -68,25 +68,25 @@ class OwnRuns:
         runs = [run for run in self.runs if run.model == model and run.basis == basis]
         same = [run.seconds for run in runs if run.way == way]
         if same:
-            return _of(same, exact=True)
+            return _compute_correction(same, exact=True)
         # One value per way, so that many runs in one way do not dominate.
         ways: dict[str, list[float]] = {}
         for run in runs:
             ways.setdefault(run.way, []).append(run.seconds)
         others = [statistics.median(ratios[-_LAST:]) for ratios in ways.values()]
-        return _of(others, exact=False) if others else Correction()
+        return _compute_correction(others, exact=False) if others else Correction()
 
 
-def _of(factors: Sequence[float], exact: bool) -> Correction:
+def _compute_correction(factors: Sequence[float], exact: bool) -> Correction:
     last = factors[-_LAST:]
     middle = statistics.median(last)
     return Correction(middle, len(last), max(abs(factor / middle - 1) for factor in last), exact)
 
 
-def own_runs(machine: Machine) -> OwnRuns:
+def read_own_runs(machine: Machine) -> OwnRuns:
     """Return the runs of ``machine``; empty if it is not this machine or the file cannot be read."""
     try:
-        content: Any = json.loads(_file(machine).read_text(encoding="utf-8"))
+        content: Any = json.loads(_locate_runs(machine).read_text(encoding="utf-8"))
         if content["form"] != _FORM:
             return OwnRuns()
         return OwnRuns(tuple(OwnRun(**run) for run in content["runs"]))
@@ -94,15 +94,15 @@ def own_runs(machine: Machine) -> OwnRuns:
         return OwnRuns()
 
 
-def remember(machine: Machine, run: OwnRun) -> None:
+def remember_run(machine: Machine, run: OwnRun) -> None:
     """Keep one more run, unless its figures are impossible."""
     if not (math.isfinite(run.seconds) and _LEAST_FACTOR <= run.seconds <= _MOST_FACTOR):
         return
-    runs = (*own_runs(machine).runs, run)[-_MOST:]
-    try_write(_file(machine), json.dumps({"form": _FORM, "runs": [asdict(one) for one in runs]}) + "\n")
+    runs = (*read_own_runs(machine).runs, run)[-_MOST:]
+    try_write(_locate_runs(machine), json.dumps({"form": _FORM, "runs": [asdict(one) for one in runs]}) + "\n")
 
 
-def run_of(record: Mapping[str, Any], seconds: float, memory: float | None) -> OwnRun | None:
+def parse_run(record: Mapping[str, Any], seconds: float, memory: float | None) -> OwnRun | None:
     """Return a run from a plan's description of its prediction; None if that lacks a value."""
     names = {field.name for field in fields(OwnRun)}
     texts = {name: str(value) for name, value in record.items() if name in names}
@@ -111,7 +111,7 @@ def run_of(record: Mapping[str, Any], seconds: float, memory: float | None) -> O
     return OwnRun(texts["model"], texts["way"], texts["basis"], seconds, memory)
 
 
-def _file(machine: Machine) -> Path:
+def _locate_runs(machine: Machine) -> Path:
     described = machine.described_by is not None
-    key = [*hardware(machine), sorted(versions(machine).items()), described]
-    return cache_root() / "runs" / f"{digest(key)}.json"
+    key = [*list_hardware(machine), sorted(read_versions(machine).items()), described]
+    return find_cache_root() / "runs" / f"{hash_value(key)}.json"

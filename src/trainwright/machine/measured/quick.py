@@ -18,20 +18,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainwright.machine.cache import cache_root, try_write
+from trainwright.machine.cache import find_cache_root, try_write
 from trainwright.machine.machine import Machine
 from trainwright.machine.measured.calibration import (
     Calibration,
     ProcessRates,
-    as_json,
-    contradictions,
-    digest,
+    check_calibration,
     from_json,
-    hardware,
+    hash_value,
+    list_hardware,
     load_calibration,
-    versions,
+    read_versions,
+    to_json,
 )
-from trainwright.machine.vendors import processor_of
+from trainwright.machine.vendors import look_up_processor
 
 _METHOD = 4  # increased when measurements before would not be comparable
 SECONDS = 3.0  # in total, including imports
@@ -56,11 +56,11 @@ class Shapes:
     length: int
     block: Block | None = None
 
-    def bounded(self, device: str) -> Shapes:
+    def limit_size(self, device: str) -> Shapes:
         """Return the shapes to measure: the first few, halved until they are fast enough."""
-        widths = dict.fromkeys((_halved(n, device), _halved(k, device)) for n, k in self.widths)
+        widths = dict.fromkeys((_halve_width(n, device), _halve_width(k, device)) for n, k in self.widths)
         length = 2 ** round(math.log2(min(_LENGTHS[1], max(_LENGTHS[0], self.length))))
-        block = None if self.block is None or device != "cpu" else self.block.bounded()
+        block = None if self.block is None or device != "cpu" else self.block.limit_size()
         return Shapes(tuple(widths)[:_MOST_WIDTHS], length, block)
 
 
@@ -70,7 +70,7 @@ USUAL = Shapes(((1536, 576), (576, 1536), (576, 576)), 128)
 
 @dataclass(frozen=True)
 class QuickMeasurement:
-    """The result of ``measured``.
+    """The result of ``measure_if_needed``.
 
     ``calibration``: None if there is no measurement. ``message``: message about a measurement made now. ``trouble``:
     why the plan has to use datasheets.
@@ -81,28 +81,34 @@ class QuickMeasurement:
     trouble: str | None = None
 
 
-def measured(machine: Machine, shapes: Shapes, say: Callable[[str], None] = lambda text: None) -> QuickMeasurement:
+def measure_if_needed(
+    machine: Machine, shapes: Shapes, say: Callable[[str], None] = lambda text: None
+) -> QuickMeasurement:
     """Return the measurement of ``machine``, made now if needed. ``say``: called with a message before measuring.
 
     A machine that is not present is not measured: the measurement in its file is used.
     """
     if machine.described_by is not None:
-        return QuickMeasurement(_carried(Path(machine.described_by)))
+        return QuickMeasurement(_read_carried_measurement(Path(machine.described_by)))
     if not machine.is_here:
         return QuickMeasurement()
-    bounded, file = shapes.bounded(machine.device), measured_file(machine)
+    bounded, file = shapes.limit_size(machine.device), locate_measurement(machine)
     calibration = load_calibration(file)
-    if calibration is not None and covers(calibration, bounded) and not (calibration.is_disturbed and _is_old(file)):
+    if (
+        calibration is not None
+        and covers_shapes(calibration, bounded)
+        and not (calibration.is_disturbed and _is_old(file))
+    ):
         return QuickMeasurement(calibration)
     before = _measured_here.get(file)
-    if before is not None and (before.calibration is None or covers(before.calibration, bounded)):
+    if before is not None and (before.calibration is None or covers_shapes(before.calibration, bounded)):
         return replace(before, message=None)
     say("measuring this machine")
-    _measured_here[file] = _measured_now(machine, bounded, file, calibration)
+    _measured_here[file] = _measure_now(machine, bounded, file, calibration)
     return _measured_here[file]
 
 
-def _measured_now(machine: Machine, shapes: Shapes, file: Path, previous: Calibration | None) -> QuickMeasurement:
+def _measure_now(machine: Machine, shapes: Shapes, file: Path, previous: Calibration | None) -> QuickMeasurement:
     started = time.monotonic()
     try:
         calibration = _measure(machine, shapes, previous)
@@ -110,14 +116,14 @@ def _measured_now(machine: Machine, shapes: Shapes, file: Path, previous: Calibr
         return QuickMeasurement(
             None, None, f"this machine could not be measured ({failed}), so times are from datasheets"
         )
-    if why := next(contradictions(calibration), None):
+    if why := next(check_calibration(calibration), None):
         return QuickMeasurement(None, None, f"the measurements are contradictory ({why}), so times are from datasheets")
-    if previous is not None and covers(previous, shapes) and previous.disturbance < calibration.disturbance:
+    if previous is not None and covers_shapes(previous, shapes) and previous.disturbance < calibration.disturbance:
         calibration = previous  # both were disturbed, this one less
-    try_write(file, json.dumps(as_json(calibration)) + "\n")
+    try_write(file, json.dumps(to_json(calibration)) + "\n")
     saved = f"saved in {file}" if load_calibration(file) == calibration else f"cannot be saved in {file.parent}"
     what = "this machine's first GPU" if machine.gpus else "this processor"
-    message = f"measured {what} in {time.monotonic() - started:.1f} s: {rates_in_words(calibration)}; {saved}"
+    message = f"measured {what} in {time.monotonic() - started:.1f} s: {describe_rates(calibration)}; {saved}"
     if calibration.is_disturbed:
         message += (
             f". Other programs used the cores ({calibration.disturbance:.0%} of the times were disturbed): commands "
@@ -126,10 +132,10 @@ def _measured_now(machine: Machine, shapes: Shapes, file: Path, previous: Calibr
     return QuickMeasurement(calibration, message)
 
 
-def measured_file(machine: Machine, root: Path | None = None) -> Path:
+def locate_measurement(machine: Machine, root: Path | None = None) -> Path:
     """Return the path of the measurement file."""
-    key = [_METHOD, *hardware(machine), sorted(versions(machine).items())]
-    return (root or cache_root()) / "measured" / f"{digest(key)}.json"
+    key = [_METHOD, *list_hardware(machine), sorted(read_versions(machine).items())]
+    return (root or find_cache_root()) / "measured" / f"{hash_value(key)}.json"
 
 
 def _is_old(file: Path) -> bool:
@@ -140,23 +146,27 @@ def _is_old(file: Path) -> bool:
         return True
 
 
-def covers(calibration: Calibration, shapes: Shapes) -> bool:
+def covers_shapes(calibration: Calibration, shapes: Shapes) -> bool:
     """Return whether the measurement covers the ``shapes`` shapes."""
     shapes_measured = [
-        sample.sizes[1:] for name in ("fp32", "bf16") for sample in _samples(calibration, f"product/{name}/forward")
+        sample.sizes[1:]
+        for name in ("fp32", "bf16")
+        for sample in _select_samples(calibration, f"product/{name}/forward")
     ]
     near = all(any(max(n / m, m / n, k / j, j / k) <= _FAR for m, j in shapes_measured) for n, k in shapes.widths)
-    return near and (shapes.block is None or any(shapes.block.ratio(sizes) <= _FAR for sizes in _blocks(calibration)))
+    return near and (
+        shapes.block is None or any(shapes.block.ratio(sizes) <= _FAR for sizes in _list_blocks(calibration))
+    )
 
 
-def for_block(calibration: Calibration, block: Block | None) -> Calibration:
+def select_nearest_block(calibration: Calibration, block: Block | None) -> Calibration:
     """Return the measurement with the nearest block alone of those that were measured in a setting."""
-    if block is None or not any(_blocks(calibration)):
+    if block is None or not any(_list_blocks(calibration)):
         return calibration
-    return replace(calibration, settings=tuple(_with_nearest_block(setting, block) for setting in calibration.settings))
+    return replace(calibration, settings=tuple(_keep_nearest_block(setting, block) for setting in calibration.settings))
 
 
-def _with_nearest_block(setting: ProcessRates, block: Block) -> ProcessRates:
+def _keep_nearest_block(setting: ProcessRates, block: Block) -> ProcessRates:
     curves = dict(setting.curves)
     for name, curve in setting.curves.items():
         if name.startswith("block/"):
@@ -164,21 +174,23 @@ def _with_nearest_block(setting: ProcessRates, block: Block) -> ProcessRates:
     return replace(setting, curves=curves)
 
 
-def _blocks(calibration: Calibration) -> list[tuple[float, ...]]:
-    return [sample.sizes for name in ("fp32", "bf16") for sample in _samples(calibration, f"block/{name}/backward")]
+def _list_blocks(calibration: Calibration) -> list[tuple[float, ...]]:
+    return [
+        sample.sizes for name in ("fp32", "bf16") for sample in _select_samples(calibration, f"block/{name}/backward")
+    ]
 
 
-def rates_in_words(calibration: Calibration) -> str:
+def describe_rates(calibration: Calibration) -> str:
     """Return the rates of products as text: per core, or of the GPU."""
     first = calibration.settings[0]
     unit, scale = ("GFLOP/s per core", 1e9) if first.threads else ("TFLOP/s", 1e12)
-    rates = {precision: _best(first, precision) for precision in ("fp32", "tf32", "bf16", "fp16")}
+    rates = {precision: _find_best_rate(first, precision) for precision in ("fp32", "tf32", "bf16", "fp16")}
     shown = ", ".join(f"{name} {rate / scale:.0f}" for name, rate in rates.items() if rate is not None)
-    copied = max((s.sizes[0] / s.seconds for s in _samples(calibration, "traffic/fp32/copy")), default=None)
+    copied = max((s.sizes[0] / s.seconds for s in _select_samples(calibration, "traffic/fp32/copy")), default=None)
     return f"{shown} {unit}" + ("" if copied is None else f", copies {copied / 1e9:.3g} GB/s")
 
 
-def _best(setting: ProcessRates, precision: str) -> float | None:
+def _find_best_rate(setting: ProcessRates, precision: str) -> float | None:
     curves = [curve for name, curve in setting.curves.items() if name.startswith(f"product/{precision}/")]
     return max((2 * math.prod(s.sizes) / s.seconds for curve in curves for s in curve.samples), default=None)
 
@@ -193,15 +205,15 @@ def _measure(machine: Machine, shapes: Shapes, previous: Calibration | None) -> 
         "device": machine.device,
         "cores": machine.cpu_cores,
         "machine": machine.describe(),
-        "versions": versions(machine),
+        "versions": read_versions(machine),
         "widths": shapes.widths,
         "length": shapes.length,
         "block": []
         if shapes.block is None
-        else [(name, one.sizes) for name, one in blocks_to_measure(shapes.block, shapes.length)],
+        else [(name, one.sizes) for name, one in iterate_blocks_to_measure(shapes.block, shapes.length)],
         "begun": started,
         "seconds": SECONDS,
-        "before": [] if previous is None else list(_before(previous)),
+        "before": [] if previous is None else list(_iterate_earlier_measurements(previous)),
     }
     package = str(Path(__file__).parents[3])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
@@ -226,7 +238,7 @@ def _measure(machine: Machine, shapes: Shapes, previous: Calibration | None) -> 
         raise _Failed("its process gave no figures") from None
 
 
-def _before(calibration: Calibration) -> Iterator[dict[str, Any]]:
+def _iterate_earlier_measurements(calibration: Calibration) -> Iterator[dict[str, Any]]:
     """Yield earlier measurements of products and blocks of other shapes."""
     for setting in calibration.settings:
         rows = [
@@ -238,7 +250,7 @@ def _before(calibration: Calibration) -> Iterator[dict[str, Any]]:
         yield {"processes": setting.processes, "threads": setting.threads, "samples": rows}
 
 
-def _carried(file: Path) -> Calibration | None:
+def _read_carried_measurement(file: Path) -> Calibration | None:
     """Return the measurement in a file that describes a machine; the file has been validated."""
     try:
         content = json.loads(file.read_text(encoding="utf-8")).get("measurement")
@@ -247,14 +259,14 @@ def _carried(file: Path) -> Calibration | None:
     return None if content is None else from_json(content)
 
 
-def _samples(calibration: Calibration, name: str) -> Sequence[Any]:
+def _select_samples(calibration: Calibration, name: str) -> Sequence[Any]:
     return [
         sample for setting in calibration.settings if name in setting.curves for sample in setting.curves[name].samples
     ]
 
 
-def _halved(width: int, device: str) -> int:
-    while width > _MOST_WIDTH[processor_of(device)]:
+def _halve_width(width: int, device: str) -> int:
+    while width > _MOST_WIDTH[look_up_processor(device)]:
         width = -(-width // 2)
     return width
 
@@ -283,7 +295,7 @@ class Kernel(NamedTuple):
     written: float
     width: float
 
-    def narrowed(self, scale: float, backward: bool) -> Kernel:
+    def narrow_widths(self, scale: float, backward: bool) -> Kernel:
         """Return the kernel of a block whose widths are multiplied by ``scale``; tokens stay."""
         changed = self._replace(read=self.read * scale, written=self.written * scale, flops=self.flops * scale)
         if KINDS[self.kind] != "product":
@@ -315,7 +327,7 @@ class Block:
         excess = self.hidden * self.breadth / _MOST_PARAMETERS
         return 0.5 ** max(0, math.ceil(math.log(excess, 4))) if excess > 0 else 1.0
 
-    def bounded(self) -> Block:
+    def limit_size(self) -> Block:
         """Return the block that is measured."""
         scale = self.scale
         if scale == 1.0:
@@ -324,7 +336,7 @@ class Block:
         def passes(sequences: int, length: int) -> Passes:
             full = self.passes(sequences, length)
             return {
-                name: [kernel.narrowed(scale, name.endswith("backward")) for kernel in kernels]
+                name: [kernel.narrow_widths(scale, name.endswith("backward")) for kernel in kernels]
                 for name, kernels in full.items()
             }
 
@@ -364,13 +376,13 @@ class MeasuredBlock(NamedTuple):
         return (*map(float, self[:4]), *(float(number) for kernel in self.kernels for number in kernel))
 
 
-def sequences_of_block(length: int) -> tuple[int, int]:
+def choose_sequences(length: int) -> tuple[int, int]:
     """Return the number and the length of the sequences that a block is measured on."""
     return max(1, _TOKENS // length), length
 
 
-def blocks_to_measure(block: Block, length: int) -> Iterable[tuple[str, MeasuredBlock]]:
+def iterate_blocks_to_measure(block: Block, length: int) -> Iterable[tuple[str, MeasuredBlock]]:
     """Yield the passes of a block by the name of their curve."""
-    sequences, length = sequences_of_block(length)
+    sequences, length = choose_sequences(length)
     for name, kernels in block.passes(sequences, length).items():
         yield f"block/{name}", MeasuredBlock(block.hidden, block.breadth, sequences, length, tuple(kernels))

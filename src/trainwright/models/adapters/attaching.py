@@ -19,20 +19,26 @@ import torch
 from torch import nn
 
 from trainwright.errors import RequestError, TrainingError
-from trainwright.models.adapters.config import adaptable_names, in_causal_model, matched, peft_config, saved_config
+from trainwright.models.adapters.config import (
+    build_peft_config,
+    convert_to_causal_model,
+    find_matched_modules,
+    list_adaptable_names,
+    load_saved_config,
+)
 from trainwright.models.adapters.files import (
     PREFIX,
     START_FROM,
     WEIGHTS,
     BaseModel,
     SavedAdapter,
-    base_model,
+    identify_base_model,
     start_from,
 )
-from trainwright.models.experts import adapting
-from trainwright.models.files import has_experts, logit_difference, replacing
+from trainwright.models.experts import expose_weight_shapes
+from trainwright.models.files import compute_logit_difference, has_experts, replace_directory
 from trainwright.models.safetensors_files import write_weights
-from trainwright.models.text_part import parts_of, whole_name, whole_of
+from trainwright.models.text_part import convert_to_whole_name, find_whole, list_part_names
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -60,21 +66,21 @@ def attach_adapter(model: PreTrainedModel, section: ModelSection, seed: int) -> 
     adapter = section.adapter
     if adapter.type == "none":
         return None
-    base, saved = base_model(section, seed), start_from(adapter)
-    config, names = peft_config(adapter, model, base), adaptable_names(model)
+    base, saved = identify_base_model(section, seed), start_from(adapter)
+    config, names = build_peft_config(adapter, model, base), list_adaptable_names(model)
     beneath = saved if adapter.stack else None
     with torch.random.fork_rng(devices=[]):  # the model is on the CPU, so no other generator is used
         torch.default_generator.manual_seed(seed)
         if beneath is not None:
-            _inject(model, saved_config(beneath), _BENEATH)
+            _inject(model, load_saved_config(beneath), _BENEATH)
             _fill(model, _BENEATH, beneath, base)
         if adapter.decomposes:
             _inject(model, config, _BENEATH)
         _inject(model, config, _TRAINED)
-        for parameter in _by_key(model, _TRAINED).values():
+        for parameter in _index_by_key(model, _TRAINED).values():
             parameter.data = parameter.data.float()  # PEFT creates it in the dtype of the base layer
         if adapter.decomposes:
-            _decompose(model, adapter.initialization)
+            _decompose_weights(model, adapter.initialization)
     if saved is not None and beneath is None:
         _fill(model, _TRAINED, saved, base)
     _train_adapter(model)
@@ -83,18 +89,18 @@ def attach_adapter(model: PreTrainedModel, section: ModelSection, seed: int) -> 
         identity += f"+{beneath.fingerprint()}"
     elif adapter.decomposes:
         identity += f"+{adapter.initialization} {config.r}"
-        below = {key: parameter.detach().clone() for key, parameter in _by_key(model, _BENEATH).items()}
+        below = {key: parameter.detach().clone() for key, parameter in _index_by_key(model, _BENEATH).items()}
     return Adapter(model, config, names, base, Beneath(identity, below), adapter.spec.unchanged)
 
 
 @torch.no_grad()
-def _decompose(model: nn.Module, initialization: str) -> None:
+def _decompose_weights(model: nn.Module, initialization: str) -> None:
     """Set new matrices to a part of each weight, and those beneath to its negative, so that their sum is zero.
 
     As PEFT's ``pissa_niter_16`` and ``olora``, which subtract the part from the weight: then the weight could not be
     read from the model's files.
     """
-    for _, layer in adapted_layers(model):
+    for _, layer in iterate_adapted_layers(model):
         weight, scale = layer.get_base_layer().weight.detach().float(), layer.scaling[_TRAINED]
         weight = weight.t() if layer.fan_in_fan_out else weight
         rank = layer.r[_TRAINED]
@@ -114,23 +120,23 @@ def attach_without_weights(model: PreTrainedModel, adapter: AdapterSection) -> N
     """Attach an adapter as ``attach_adapter`` does to a model on the meta device; no weights are read."""
     saved, configs = start_from(adapter), {}
     if saved is not None:
-        configs[_BENEATH if adapter.stack else _TRAINED] = saved_config(saved)
+        configs[_BENEATH if adapter.stack else _TRAINED] = load_saved_config(saved)
     if saved is None or adapter.stack:
         new = adapter.model_copy(update={"start_from": None, "stack": False})
-        config = peft_config(new, model, BaseModel("", ""))  # of the model without the adapter beneath
+        config = build_peft_config(new, model, BaseModel("", ""))  # of the model without the adapter beneath
         configs |= dict.fromkeys((_BENEATH, _TRAINED) if adapter.decomposes else (_TRAINED,), config)
     with torch.device("meta"):
         for name, config in configs.items():
             _inject(model, config, name)
-    for parameter in _by_key(model, _TRAINED).values():
+    for parameter in _index_by_key(model, _TRAINED).values():
         parameter.data = parameter.data.float()
     _train_adapter(model)
 
 
 def _train_adapter(model: nn.Module) -> None:
     """Activate the trained adapter, with one beneath it, and freeze all other weights."""
-    _activate(model, (_BENEATH, _TRAINED))
-    trained = set(_by_key(model, _TRAINED).values())
+    _activate_adapters(model, (_BENEATH, _TRAINED))
+    trained = set(_index_by_key(model, _TRAINED).values())
     for parameter in model.parameters():
         parameter.requires_grad_(parameter in trained)
 
@@ -163,13 +169,13 @@ class Adapter:
         self._config = config
         self._modules = modules
         names = {parameter: name for name, parameter in model.named_parameters()}
-        self._names = {key: names[parameter] for key, parameter in _by_key(model, _TRAINED).items()}
-        self._scales = {name: dict(getattr(layer, "scaling", {})) for name, layer in adapted_layers(model)}
+        self._names = {key: names[parameter] for key, parameter in _index_by_key(model, _TRAINED).items()}
+        self._scales = {name: dict(getattr(layer, "scaling", {})) for name, layer in iterate_adapted_layers(model)}
         self._unchanged = unchanged
         self._beneath = beneath.weights
-        self._whole = whole_of(model.config)
+        self._whole = find_whole(model.config)
         if self._whole is not None:
-            parts_of(self._whole)
+            list_part_names(self._whole)
 
     def save(
         self,
@@ -199,10 +205,10 @@ class Adapter:
             raise TrainingError(f"the adapter adds nothing to the model: all of its {parts} are as they began")
         config = self._config
         if self._beneath:
-            config, weights = self._together(weights)
+            config, weights = self._merge_with_lower(weights)
         if self._whole is not None:
-            config, weights = self._in_whole(self._whole, config, weights)
-        with replacing(directory) as temporary:
+            config, weights = self._convert_to_whole(self._whole, config, weights)
+        with replace_directory(directory) as temporary:
             config = copy.deepcopy(config)
             config.inference_mode = True
             config.save_pretrained(temporary)
@@ -216,7 +222,7 @@ class Adapter:
             if written.keys() != weights.keys() or not all(torch.equal(written[key], weights[key]) for key in weights):
                 raise TrainingError(f"the adapter in {directory} reads back differently from what was written")
 
-    def _together(self, weights: dict[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
+    def _merge_with_lower(self, weights: dict[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
         """Merge the lower adapter and the one on top: matrices are concatenated along the rank, and the scale is 1."""
         together = {key: tensor for key, tensor in weights.items() if ".lora_" not in key}
         ranks: dict[str, int] = {}
@@ -239,17 +245,21 @@ class Adapter:
         config.target_modules = sorted(ranks)
         return config, together
 
-    def _in_whole(
+    def _convert_to_whole(
         self, whole: Path, config: Any, weights: Mapping[str, torch.Tensor]
     ) -> tuple[Any, dict[str, torch.Tensor]]:
         """Return settings and weights for the model of several modalities in ``whole``."""
         config = copy.deepcopy(config)
-        config.target_modules = sorted(whole_name(name, whole) for name in matched(config, self._modules))
+        config.target_modules = sorted(
+            convert_to_whole_name(name, whole) for name in find_matched_modules(config, self._modules)
+        )
         config.layers_to_transform = config.layers_pattern = config.exclude_modules = None
         for key in ("rank_pattern", "alpha_pattern"):
             if values := getattr(config, key, None):
-                setattr(config, key, {whole_name(name, whole): value for name, value in values.items()})
-        return config, {PREFIX + whole_name(key.removeprefix(PREFIX), whole): part for key, part in weights.items()}
+                setattr(config, key, {convert_to_whole_name(name, whole): value for name, value in values.items()})
+        return config, {
+            PREFIX + convert_to_whole_name(key.removeprefix(PREFIX), whole): part for key, part in weights.items()
+        }
 
     @torch.no_grad()
     def read_back(
@@ -268,38 +278,38 @@ class Adapter:
         """
         replaced = {
             key: parameter
-            for key, parameter in _by_key(model, _TRAINED).items()
+            for key, parameter in _index_by_key(model, _TRAINED).items()
             if ".modules_to_save." in self._names[key]
         }
         if not all_parameters and (getattr(self._config, "use_dora", False) or replaced):
             return
-        with _computed_in(model) as dtypes:
+        with _record_dtypes(model) as dtypes:
             expected = model(input_ids=input_ids, use_cache=False).logits.float()
         dtype = next(iter(dtypes))
-        with _only_trained_afterwards(model):
-            _inject(model, self._config_for_reading(directory), _READ_BACK)
-            parameters, saved = _by_key(model, _READ_BACK) | replaced, SavedAdapter.open(str(directory)).weights()
+        with _remove_read_back(model):
+            _inject(model, self._build_config_for_reading(directory), _READ_BACK)
+            parameters, saved = _index_by_key(model, _READ_BACK) | replaced, SavedAdapter.open(str(directory)).weights()
             if parameters.keys() != saved.keys():
                 different = ", ".join(sorted(parameters.keys() ^ saved.keys())[:5])
                 raise TrainingError(f"the adapter in {directory} does not match its settings: {different}")
             for key, parameter in parameters.items():
                 parameter.data = saved[key].to(parameter.device, dtype)
-            _activate(model, (_READ_BACK,))
+            _activate_adapters(model, (_READ_BACK,))
             model.eval()  # new dropout modules are in training mode
             logits = model(input_ids=input_ids, use_cache=False).logits.float()
-        difference = logit_difference(logits, expected, mixture=has_experts(model))
+        difference = compute_logit_difference(logits, expected, mixture=has_experts(model))
         if not difference <= _SAME.get(dtype, _SAME_TOGETHER if self._beneath else _SAME_ROUNDED):
             raise TrainingError(
                 f"the adapter in {directory} with its base is not the trained model: logits differ by {difference:.2g} "
                 "of the largest"
             )
 
-    def _config_for_reading(self, directory: Path) -> Any:
+    def _build_config_for_reading(self, directory: Path) -> Any:
         """Return saved settings for a model that already has an adapter: replaced modules are not replaced again."""
         from peft import PeftConfig
 
-        config = in_causal_model(PeftConfig.from_pretrained(str(directory)))
-        config.target_modules = matched(config, self._modules)
+        config = convert_to_causal_model(PeftConfig.from_pretrained(str(directory)))
+        config.target_modules = find_matched_modules(config, self._modules)
         config.modules_to_save = None
         if hasattr(config, "ensure_weight_tying"):
             config.ensure_weight_tying = False
@@ -307,13 +317,13 @@ class Adapter:
 
 
 @contextmanager
-def switched_off(model: nn.Module) -> Iterator[None]:
+def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Disable all adapters of the model, for forward-only passes."""
     from peft.utils import ModulesToSaveWrapper
 
     # Sets PEFT's flag directly: its methods also freeze trained parameters, and a strategy that gathers parameters
     # would adopt that.
-    parts = [part for _, part in adapted_layers(model)]
+    parts = [part for _, part in iterate_adapted_layers(model)]
     parts += [part for part in model.modules() if isinstance(part, ModulesToSaveWrapper)]
     for part in parts:
         part._disable_adapters = True
@@ -339,18 +349,18 @@ def _inject(model: PreTrainedModel, config: Any, name: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`", UserWarning)  # several adapters are intended
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to", UserWarning)  # PEFT corrects it
-        with adapting(model):
+        with expose_weight_shapes(model):
             inject_adapter_in_model(copy.deepcopy(config), model, name)  # PEFT modifies the config
 
 
-def _activate(model: nn.Module, names: tuple[str, ...]) -> None:
+def _activate_adapters(model: nn.Module, names: tuple[str, ...]) -> None:
     """Activate these adapters, in this order, and deactivate all others.
 
     Of modules that are replaced, the trained ones are active.
     """
     from peft.utils import ModulesToSaveWrapper
 
-    for _, layer in adapted_layers(model):
+    for _, layer in iterate_adapted_layers(model):
         layer.set_adapter([name for name in names if _has(layer, name)])
     for module in model.modules():
         if isinstance(module, ModulesToSaveWrapper):
@@ -358,7 +368,7 @@ def _activate(model: nn.Module, names: tuple[str, ...]) -> None:
 
 
 @contextmanager
-def _computed_in(model: nn.Module) -> Iterator[set[torch.dtype]]:
+def _record_dtypes(model: nn.Module) -> Iterator[set[torch.dtype]]:
     """Provide the set of dtypes that the trained adapter computes in, filled during forward passes.
 
     Strategies may gather fp32 parameters in another dtype.
@@ -368,9 +378,9 @@ def _computed_in(model: nn.Module) -> Iterator[set[torch.dtype]]:
     def look(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
         dtypes.add(output.dtype)
 
-    adapted = [layer for _, layer in adapted_layers(model) if _has(layer, _TRAINED)]
+    adapted = [layer for _, layer in iterate_adapted_layers(model) if _has(layer, _TRAINED)]
     # Of embeddings the matrices are no modules, and those of experts are added to the weights.
-    layers = [layer if parameter_name(layer) != "weight" else _first_module(layer) for layer in adapted]
+    layers = [layer if look_up_parameter_name(layer) != "weight" else _find_first_module(layer) for layer in adapted]
     hooks = [layer.register_forward_hook(look) for layer in layers]
     try:
         yield dtypes
@@ -380,14 +390,14 @@ def _computed_in(model: nn.Module) -> Iterator[set[torch.dtype]]:
 
 
 @contextmanager
-def _only_trained_afterwards(model: PreTrainedModel) -> Iterator[None]:
+def _remove_read_back(model: PreTrainedModel) -> Iterator[None]:
     """Remove the adapter that is read back from ``model`` on exit, and restore everything else."""
     before = {parameter: (parameter.data, parameter.requires_grad) for parameter in model.parameters()}
     try:
         yield
     finally:
-        _activate(model, (_BENEATH, _TRAINED))
-        for _, layer in adapted_layers(model):
+        _activate_adapters(model, (_BENEATH, _TRAINED))
+        for _, layer in iterate_adapted_layers(model):
             if _has(layer, _READ_BACK):
                 layer.delete_adapter(_READ_BACK)
         model.peft_config.pop(_READ_BACK, None)
@@ -398,7 +408,7 @@ def _only_trained_afterwards(model: PreTrainedModel) -> Iterator[None]:
 
 def _fill(model: PreTrainedModel, name: str, saved: SavedAdapter, base: BaseModel) -> None:
     """Copy the weights of a saved adapter to the adapter ``name`` in ``model``."""
-    parameters, weights = _by_key(model, name), saved.weights()
+    parameters, weights = _index_by_key(model, name), saved.weights()
     _check_shapes(parameters, {key: tuple(tensor.shape) for key, tensor in weights.items()}, saved, base)
     for key, parameter in parameters.items():
         parameter.data.copy_(weights[key])
@@ -409,8 +419,8 @@ def check_fits(model: PreTrainedModel, section: ModelSection, seed: int) -> None
     saved = start_from(section.adapter)
     if saved is not None:
         with torch.device("meta"):
-            _inject(model, saved_config(saved), _READ_BACK)
-        _check_shapes(_by_key(model, _READ_BACK), saved.shapes(), saved, base_model(section, seed))
+            _inject(model, load_saved_config(saved), _READ_BACK)
+        _check_shapes(_index_by_key(model, _READ_BACK), saved.read_shapes(), saved, identify_base_model(section, seed))
 
 
 def _check_shapes(
@@ -428,9 +438,9 @@ def _check_shapes(
         )
 
 
-def _by_key(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
+def _index_by_key(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
     """Return the parameters of an adapter in ``model`` by their names in PEFT files; tied ones have two."""
-    names = {part for _, layer in adapted_layers(model) for part in layer.adapter_layer_names}
+    names = {part for _, layer in iterate_adapted_layers(model) for part in layer.adapter_layer_names}
     kinds = "|".join(sorted({*names, "lora_magnitude_vector", "modules_to_save"}))
     parts = re.compile(rf"(.*)\.({kinds})\.{adapter}(?:\.(.*))?")
     parameters = {}
@@ -443,21 +453,23 @@ def _by_key(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
     return parameters
 
 
-def adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def iterate_adapted_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield ``(name, layer)`` for every adapted layer of ``model``."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
 
 
-def parameter_name(layer: Any) -> str:
+def look_up_parameter_name(layer: Any) -> str:
     """Return the name, in its base layer, of the parameter that an adapted layer changes."""
     return getattr(layer, "parameter_name", "weight")
 
 
-def plain_names(model: nn.Module, names: Iterable[str]) -> Iterator[str]:
+def select_plain_names(model: nn.Module, names: Iterable[str]) -> Iterator[str]:
     """Yield those names of parameters that are not an adapter's."""
-    prefixes = {part.partition("_")[0] for _, layer in adapted_layers(model) for part in layer.adapter_layer_names}
+    prefixes = {
+        part.partition("_")[0] for _, layer in iterate_adapted_layers(model) for part in layer.adapter_layer_names
+    }
     of_adapters = tuple(f"{prefix}_" for prefix in prefixes)
     return (name for name in names if not any(part.startswith(of_adapters) for part in name.split(".")))
 
@@ -467,7 +479,7 @@ def _has(layer: Any, adapter: str) -> bool:
     return any(adapter in getattr(layer, part, ()) for part in layer.adapter_layer_names)
 
 
-def _first_module(layer: Any) -> nn.Module:
+def _find_first_module(layer: Any) -> nn.Module:
     """Return the module of the trained adapter that gets the input of an adapted layer, or the layer itself."""
     parts = (getattr(layer, part, ()) for part in layer.adapter_layer_names)
     modules = (part[_TRAINED] for part in parts if isinstance(part, nn.ModuleDict) and _TRAINED in part)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from trainwright.errors import RequestError
-from trainwright.models.adapters.files import START_FROM, BaseModel, SavedAdapter, fully_trained, start_from
+from trainwright.models.adapters.files import START_FROM, BaseModel, SavedAdapter, list_fully_trained, start_from
 from trainwright.models.causal_lm import find_blocks
-from trainwright.models.experts import formats_of
-from trainwright.models.text_part import causal_name
+from trainwright.models.experts import look_up_formats
+from trainwright.models.text_part import convert_to_causal_name
 from trainwright.recipe.extensions import load
 from trainwright.recipe.registries import ADAPTERS
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 RANK, ALPHA, BLOCK_SIZE = 16, 32.0, 32  # defaults if neither the recipe nor an existing adapter sets them
 
 
-def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel) -> Any:
+def build_peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel) -> Any:
     """Return PEFT's settings for training ``model``, which needs no weights.
 
     Raises:
@@ -47,31 +47,34 @@ def peft_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
     if saved is None or adapter.stack:
         if saved is not None:
             _refuse_beneath(saved)
-        return _new_config(adapter, model, base)
+        return _build_new_config(adapter, model, base)
     saved.check_settings(adapter)
-    config = saved_config(saved)
+    config = load_saved_config(saved)
     config.base_model_name_or_path, config.revision = base.repository
     if "dropout" in adapter.spec.reads:
         config.lora_dropout = adapter.dropout
     if adapter.targets is not None:
-        targets, matches = set(_targets(adapter, model)), set(matched(config, adaptable_names(model)))
+        targets, matches = (
+            set(_list_targets(adapter, model)),
+            set(find_matched_modules(config, list_adaptable_names(model))),
+        )
         if targets != matches:
-            kinds = ", ".join(sorted(_kinds(list(matches))))
+            kinds = ", ".join(sorted(_list_kinds(list(matches))))
             raise RequestError(
                 f"model.adapter.targets: {adapter.targets}, but {saved.directory} has {kinds}, which cannot change; "
                 "remove the key, or set model.adapter.stack to true to train a new adapter on top of it"
             )
-    if not matched(config, adaptable_names(model)) and not getattr(config, "target_parameters", None):
+    if not find_matched_modules(config, list_adaptable_names(model)) and not getattr(config, "target_parameters", None):
         raise RequestError(
             f"{START_FROM}: {saved.directory} has modules ({config.target_modules}) that are not in {base.name}; "
-            f"available are {', '.join(_kinds(linear_names(model)))}"
+            f"available are {', '.join(_list_kinds(list_linear_names(model)))}"
         )
     return config
 
 
 def _check_embeddings(saved: SavedAdapter, model: PreTrainedModel) -> None:
     """Raise RequestError for an adapter whose file has an embedding or a head that does not fit the model."""
-    shapes, saved_modules = saved.shapes(), list(saved.config.get("modules_to_save") or [])
+    shapes, saved_modules = saved.read_shapes(), list(saved.config.get("modules_to_save") or [])
     for part, what in ((model.get_input_embeddings(), "embedding"), (model.get_output_embeddings(), "output head")):
         name = next((name for name, module in model.named_modules() if module is part), None)
         shape = shapes.get(f"base_model.model.{name}.weight")
@@ -85,7 +88,7 @@ def _check_embeddings(saved: SavedAdapter, model: PreTrainedModel) -> None:
                 f"{ours:,}: the vocabulary was resized when it was trained, which is not supported for adapters. "
                 f"Resize the model's embeddings likewise (resize_token_embeddings), {merge}"
             )
-        if not ends_with(name, saved_modules) and not saved.config.get("ensure_weight_tying"):
+        if not has_ending(name, saved_modules) and not saved.config.get("ensure_weight_tying"):
             raise RequestError(
                 f"{START_FROM}: {saved.directory} has an {what} of its own ({name}), which its modules_to_save do not "
                 f"name, so it would replace the base's; {merge}"
@@ -126,7 +129,7 @@ def _check_patterns(saved: SavedAdapter, names: list[str]) -> None:
         ) from None
 
 
-def saved_config(saved: SavedAdapter) -> Any:
+def load_saved_config(saved: SavedAdapter) -> Any:
     """Return PEFT's settings of a saved adapter, to train it or to train another on top of it."""
     from peft import PeftConfig
 
@@ -134,32 +137,32 @@ def saved_config(saved: SavedAdapter) -> Any:
     config.inference_mode = False
     if saved.config["peft_type"] == "LORA":
         config.init_lora_weights = True  # the initial values are overwritten
-    return in_causal_model(config)
+    return convert_to_causal_model(config)
 
 
-def in_causal_model(config: Any) -> Any:
+def convert_to_causal_model(config: Any) -> Any:
     """Change PEFT's settings of an adapter of a model of several modalities to those for its language model."""
     targets = config.target_modules
     if isinstance(targets, str):  # a regular expression
-        config.target_modules = causal_name(targets.replace("model\\.", "model."))
+        config.target_modules = convert_to_causal_name(targets.replace("model\\.", "model."))
     elif targets is not None:
-        config.target_modules = {causal_name(name) for name in targets}
+        config.target_modules = {convert_to_causal_name(name) for name in targets}
     for key in ("rank_pattern", "alpha_pattern"):
         if values := getattr(config, key, None):
-            setattr(config, key, {causal_name(name): value for name, value in values.items()})
+            setattr(config, key, {convert_to_causal_name(name): value for name, value in values.items()})
     return config
 
 
-def _new_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel) -> Any:
-    modules, tied = _modules_to_save(adapter, model)
-    targets, parameters = _targets(adapter, model), _target_parameters(adapter, model)
+def _build_new_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel) -> Any:
+    modules, tied = _list_modules_to_save(adapter, model)
+    targets, parameters = _list_targets(adapter, model), _list_target_parameters(adapter, model)
     if not targets and not parameters:
         raise RequestError(
             "model.adapter.modules_to_save: leaves no linear module for the adapter; set model.adapter.type to none to "
             "train all weights"
         )
     common = {
-        "target_modules": _short(targets, model),
+        "target_modules": _shorten_names(targets, model),
         "modules_to_save": modules or None,
         "fan_in_fan_out": bool(targets) and not isinstance(model.get_submodule(targets[0]), nn.Linear | nn.Embedding),
         "task_type": "CAUSAL_LM",
@@ -170,7 +173,7 @@ def _new_config(adapter: AdapterSection, model: PreTrainedModel, base: BaseModel
     return of_kind(adapter, model, ensure_weight_tying=tied, target_parameters=parameters or None, **common)
 
 
-def lora_config(adapter: AdapterSection, model: PreTrainedModel, **common: Any) -> Any:
+def build_lora_config(adapter: AdapterSection, model: PreTrainedModel, **common: Any) -> Any:
     """Return the settings of LoRA and DoRA."""
     from peft import LoraConfig
 
@@ -186,7 +189,7 @@ def lora_config(adapter: AdapterSection, model: PreTrainedModel, **common: Any) 
     )
 
 
-def oft_config(
+def build_oft_config(
     adapter: AdapterSection,
     model: PreTrainedModel,
     *,
@@ -203,7 +206,7 @@ def oft_config(
     from peft import OFTConfig
 
     size = adapter.block_size or BLOCK_SIZE
-    for name in _targets(adapter, model):
+    for name in _list_targets(adapter, model):
         inputs = getattr(model.get_submodule(name), "in_features", None)
         if inputs is None:
             raise RequestError(f"model.adapter.type: {adapter.type} adapts no modules such as {name}; use lora")
@@ -215,7 +218,7 @@ def oft_config(
     return OFTConfig(oft_block_size=size, **common)
 
 
-def linear_names(model: PreTrainedModel) -> list[str]:
+def list_linear_names(model: PreTrainedModel) -> list[str]:
     """Return the names of the modules that can be adapted: all linear ones except the head."""
     from transformers.pytorch_utils import Conv1D
 
@@ -225,27 +228,29 @@ def linear_names(model: PreTrainedModel) -> list[str]:
     ]
 
 
-def adaptable_names(model: PreTrainedModel) -> list[str]:
+def list_adaptable_names(model: PreTrainedModel) -> list[str]:
     """Return the names of the linear modules, the embeddings and the head."""
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     names = [name for name, module in model.named_modules() if any(module is end for end in ends)]
-    return [*linear_names(model), *names]
+    return [*list_linear_names(model), *names]
 
 
-def expert_parameters(model: PreTrainedModel) -> list[str]:
+def list_expert_parameters(model: PreTrainedModel) -> list[str]:
     """Return the names of the fused weights of experts, which no module computes."""
     return [
         name
         for name, parameter in model.named_parameters()
         if (module := model.get_submodule(name.rpartition(".")[0]))
-        and (parameter.dim() >= 3 or name.rpartition(".")[2] in formats_of(module))
+        and (parameter.dim() >= 3 or name.rpartition(".")[2] in look_up_formats(module))
         and not isinstance(module, nn.Conv1d | nn.Conv2d)
     ]
 
 
 def _check_quantized_experts(adapter: AdapterSection, model: PreTrainedModel) -> None:
     """Raise RequestError if ``quantize_experts`` has no effect, or if code of the model's own reads the weights."""
-    names = [name for name in expert_parameters(model) if not ends_with(name, fully_trained(adapter), inside=True)]
+    names = [
+        name for name in list_expert_parameters(model) if not has_ending(name, list_fully_trained(adapter), inside=True)
+    ]
     kind = type(model).__name__
     if not names:
         raise RequestError(
@@ -254,18 +259,20 @@ def _check_quantized_experts(adapter: AdapterSection, model: PreTrainedModel) ->
     own = [name for name in names if not hasattr(model.get_submodule(name.rpartition(".")[0]), "has_gate")]
     if own:
         raise RequestError(
-            f"model.adapter.quantize_experts: {kind} computes {_without_numbers(own)[0]} by code of its own, which "
+            f"model.adapter.quantize_experts: {kind} computes {_drop_numbers(own)[0]} by code of its own, which "
             "reads whole weights; remove it"
         )
 
 
-def experts_left_out(adapter: AdapterSection, model: PreTrainedModel) -> str | None:
+def describe_experts_left_out(adapter: AdapterSection, model: PreTrainedModel) -> str | None:
     """Return a message about experts that ``all-linear`` does not adapt, or None if there are none."""
     if adapter.type == "none" or adapter.start_from is not None or isinstance(adapter.targets, list):
         return None
     chosen = {*adapter.modules_to_save, *adapter.target_parameters}
-    names = _without_numbers([name for name in expert_parameters(model) if not ends_with(name, [*chosen], inside=True)])
-    taken = _without_numbers(_taken_names(model, linear_names(model)))
+    names = _drop_numbers(
+        [name for name in list_expert_parameters(model) if not has_ending(name, [*chosen], inside=True)]
+    )
+    taken = _drop_numbers(_find_taken_names(model, list_linear_names(model)))
     if not names and not taken:
         return None
     texts = []
@@ -282,13 +289,13 @@ def experts_left_out(adapter: AdapterSection, model: PreTrainedModel) -> str | N
     return f"model.adapter.targets: all-linear does not adapt {'; nor '.join(texts)}"
 
 
-def _without_numbers(names: list[str]) -> list[str]:
+def _drop_numbers(names: list[str]) -> list[str]:
     """Return the unique last parts of the names, without numbers of blocks."""
     endings = (".".join(part for part in name.split(".")[-3:] if not part.isdigit()) for name in names)
     return list(dict.fromkeys(endings))
 
 
-def _taken_names(model: PreTrainedModel, names: list[str]) -> list[str]:
+def _find_taken_names(model: PreTrainedModel, names: list[str]) -> list[str]:
     """Return the names that PEFT takes for those that experts had in earlier versions of transformers.
 
     It adapts the fused weights of all experts in their place, here and when it loads an adapter.
@@ -297,7 +304,7 @@ def _taken_names(model: PreTrainedModel, names: list[str]) -> list[str]:
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     taken = []
-    for kind in _kinds(names):
+    for kind in _list_kinds(names):
         config = LoraConfig(target_modules=[kind])
         try:
             convert_peft_config_for_transformers(config, model, None)
@@ -305,7 +312,7 @@ def _taken_names(model: PreTrainedModel, names: list[str]) -> list[str]:
             taken.append(kind)
         else:
             taken += [] if kind in (config.target_modules or ()) else [kind]
-    return [name for name in names if ends_with(name, taken)]
+    return [name for name in names if has_ending(name, taken)]
 
 
 def check_added_tokens(section: ModelSection, model: PreTrainedModel) -> None:
@@ -315,46 +322,46 @@ def check_added_tokens(section: ModelSection, model: PreTrainedModel) -> None:
         return
     ends = [part for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None]
     names = [name for name, module in model.named_modules() if any(module is end for end in ends)]
-    trained = [*(name for name in names if ends_with(name, adapter.modules_to_save)), *_targets(adapter, model)]
+    trained = [*(name for name in names if has_ending(name, adapter.modules_to_save)), *_list_targets(adapter, model)]
     tied = len(ends) == 2 and ends[0].weight is ends[1].weight
     missing = [name for name in names if name not in trained]
     if missing and not (tied and len(missing) < len(names)):
-        kinds = ", ".join(_kinds(names[:1] if tied else names))
+        kinds = ", ".join(_list_kinds(names[:1] if tied else names))
         raise RequestError(
             f"model.added_tokens: the adapter does not train the rows of new tokens in {', '.join(missing)}; set "
             f"model.adapter.modules_to_save to [{kinds}]"
         )
 
 
-def _targets(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
+def _list_targets(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
     """Return the full names of the recipe's target modules."""
-    chosen = _chosen(adapter, model)
-    inside = _in_layers(adapter, model, chosen)
+    chosen = _choose_modules(adapter, model)
+    inside = _select_in_layers(adapter, model, chosen)
     if chosen and not inside:
         raise RequestError("model.adapter.layers: no module of model.adapter.targets is in these blocks")
     return inside
 
 
-def _target_parameters(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
+def _list_target_parameters(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
     """Return the names of the weights of experts to adapt: their ends, or full names if blocks are chosen."""
-    every = expert_parameters(model)
+    every = list_expert_parameters(model)
     for target in adapter.target_parameters:
-        if not any(ends_with(name, [target]) for name in every):
-            names = ", ".join(_without_numbers(every)) or "none"
+        if not any(has_ending(name, [target]) for name in every):
+            names = ", ".join(_drop_numbers(every)) or "none"
             raise RequestError(
                 f"model.adapter.target_parameters: {target} is no weight of experts of {type(model).__name__}; it has "
                 f"{names}. Linear modules are model.adapter.targets"
             )
     if adapter.layers is None:
         return list(adapter.target_parameters)
-    chosen = [name for name in every if ends_with(name, adapter.target_parameters)]
-    inside = _in_layers(adapter, model, chosen)
+    chosen = [name for name in every if has_ending(name, adapter.target_parameters)]
+    inside = _select_in_layers(adapter, model, chosen)
     if chosen and not inside:
         raise RequestError("model.adapter.layers: no weight of model.adapter.target_parameters is in these blocks")
     return inside
 
 
-def _in_layers(adapter: AdapterSection, model: PreTrainedModel, names: list[str]) -> list[str]:
+def _select_in_layers(adapter: AdapterSection, model: PreTrainedModel, names: list[str]) -> list[str]:
     """Return those of the names that are in the blocks of the recipe."""
     if adapter.layers is None:
         return names
@@ -368,12 +375,12 @@ def _in_layers(adapter: AdapterSection, model: PreTrainedModel, names: list[str]
     return [name for name in names if name.startswith(within)]
 
 
-def _chosen(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
-    linear = [name for name in linear_names(model) if not ends_with(name, adapter.modules_to_save, inside=True)]
-    taken = _taken_names(model, linear)
+def _choose_modules(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
+    linear = [name for name in list_linear_names(model) if not has_ending(name, adapter.modules_to_save, inside=True)]
+    taken = _find_taken_names(model, linear)
     if adapter.targets is None or adapter.targets == "all-linear":
         return [name for name in linear if name not in taken]
-    every = [name for name in adaptable_names(model) if not ends_with(name, adapter.modules_to_save, inside=True)]
+    every = [name for name in list_adaptable_names(model) if not has_ending(name, adapter.modules_to_save, inside=True)]
     if isinstance(adapter.targets, str):
         names = [name for name in every if re.fullmatch(adapter.targets, name)]
         if not names:
@@ -383,14 +390,14 @@ def _chosen(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
             )
     else:
         for target in adapter.targets:
-            if not any(ends_with(name, [target]) for name in every):
-                experts = any(ends_with(name, [target], inside=True) for name in expert_parameters(model))
+            if not any(has_ending(name, [target]) for name in every):
+                experts = any(has_ending(name, [target], inside=True) for name in list_expert_parameters(model))
                 why = " (in the experts it is a parameter; see model.adapter.target_parameters)" if experts else ""
                 raise RequestError(
                     f"model.adapter.targets: {target} matches no linear module of {type(model).__name__}{why}; choose "
-                    f"from {', '.join(_kinds(every))}"
+                    f"from {', '.join(_list_kinds(every))}"
                 )
-        names = [name for name in every if ends_with(name, adapter.targets)]
+        names = [name for name in every if has_ending(name, adapter.targets)]
     if refused := [name for name in names if name in taken]:
         raise RequestError(
             f"model.adapter.targets: PEFT takes the name of {refused[0]} for that of an expert's, and would adapt the "
@@ -422,35 +429,35 @@ def _check_ends(adapter: AdapterSection, model: PreTrainedModel, ends: Sequence[
         )
 
 
-def _modules_to_save(adapter: AdapterSection, model: PreTrainedModel) -> tuple[list[str], bool]:
+def _list_modules_to_save(adapter: AdapterSection, model: PreTrainedModel) -> tuple[list[str], bool]:
     """Return names of modules that are trained in full, and whether they include tied embeddings and head."""
     by_name = {name: module for name, module in model.named_modules() if name and list(module.parameters())}
     lists = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
     for requested in adapter.modules_to_save:
-        matched = [name for name in by_name if ends_with(name, [requested])]
+        matched = [name for name in by_name if has_ending(name, [requested])]
         if not matched or any(isinstance(by_name[name], lists) for name in matched):
-            there = _kinds([name for name, module in by_name.items() if list(module.parameters(recurse=False))])
+            there = _list_kinds([name for name, module in by_name.items() if list(module.parameters(recurse=False))])
             problem = "is a list of modules" if matched else f"matches no module of {type(model).__name__}"
             raise RequestError(f"model.adapter.modules_to_save: {requested} {problem}; choose from {', '.join(there)}")
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     both = [name for name, module in by_name.items() if module is embeddings or module is head]
-    tied = embeddings.weight is head.weight and any(ends_with(name, adapter.modules_to_save) for name in both)
+    tied = embeddings.weight is head.weight and any(has_ending(name, adapter.modules_to_save) for name in both)
     if not tied:
         return list(adapter.modules_to_save), False
     rest = [
-        requested for requested in adapter.modules_to_save if not any(ends_with(name, [requested]) for name in both)
+        requested for requested in adapter.modules_to_save if not any(has_ending(name, [requested]) for name in both)
     ]
     return [*rest, next(name for name in both if by_name[name] is head)], True
 
 
-def matched(config: Any, names: list[str]) -> list[str]:
+def find_matched_modules(config: Any, names: list[str]) -> list[str]:
     """Return the names of the modules that PEFT's settings adapt."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     return [name for name in names if check_target_module_exists(config, name)]
 
 
-def ends_with(name: str, endings: Sequence[str], *, inside: bool = False) -> bool:
+def has_ending(name: str, endings: Sequence[str], *, inside: bool = False) -> bool:
     """Return whether a module name equals or ends with one of ``endings``, or (``inside``) is within such a module."""
     names = [name]
     if inside:
@@ -459,15 +466,15 @@ def ends_with(name: str, endings: Sequence[str], *, inside: bool = False) -> boo
     return any(part == ending or part.endswith(f".{ending}") for part in names for ending in endings)
 
 
-def _kinds(names: list[str]) -> list[str]:
+def _list_kinds(names: list[str]) -> list[str]:
     """Return the unique last parts of the names."""
     return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
-def _short(names: list[str], model: PreTrainedModel) -> list[str]:
+def _shorten_names(names: list[str], model: PreTrainedModel) -> list[str]:
     """Return the last parts of the names if they match no other modules, otherwise the full names."""
-    kinds = _kinds(names)
-    meant = {name for name, _ in model.named_modules() if ends_with(name, kinds)}
+    kinds = _list_kinds(names)
+    meant = {name for name, _ in model.named_modules() if has_ending(name, kinds)}
     return sorted(kinds if meant == set(names) else names)
 
 

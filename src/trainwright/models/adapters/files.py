@@ -24,10 +24,10 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from trainwright.errors import MachineError, RequestError
 from trainwright.models.resolve_model import check_safetensors, resolve, split_revision, weight_files
 from trainwright.models.safetensors_files import read_header
-from trainwright.models.text_part import causal_name
+from trainwright.models.text_part import convert_to_causal_name
 from trainwright.recipe.files import read_json
 from trainwright.recipe.registries import ADAPTERS, WEIGHT_FORMATS
-from trainwright.utils.paths import user_path
+from trainwright.utils.paths import expand_user_path
 
 if TYPE_CHECKING:
     import torch
@@ -120,7 +120,7 @@ def start_from(adapter: AdapterSection) -> SavedAdapter | None:
     return None if adapter.start_from is None else SavedAdapter.open(adapter.start_from)
 
 
-def fully_trained(adapter: AdapterSection) -> list[str]:
+def list_fully_trained(adapter: AdapterSection) -> list[str]:
     """Return the name suffixes of modules that are trained in full, from the recipe or the adapter it continues."""
     saved = None if adapter.stack else start_from(adapter)
     return adapter.modules_to_save if saved is None else list(saved.config.get("modules_to_save") or [])
@@ -140,7 +140,7 @@ class SavedAdapter:
         Raises:
             RequestError: there is no adapter, or it cannot be used.
         """
-        start = user_path(path)
+        start = expand_user_path(path)
         directory = next((d for d in (start, start / "final") if (d / CONFIG).is_file()), None)
         if directory is None:
             content = ", ".join(sorted(p.name for p in start.iterdir())[:8]) if start.is_dir() else "no such directory"
@@ -165,12 +165,12 @@ class SavedAdapter:
         from safetensors.torch import load_file
 
         check_safetensors(self.directory / WEIGHTS, START_FROM)
-        return {_in_causal_model(key): tensor for key, tensor in load_file(self.directory / WEIGHTS).items()}
+        return {_convert_key_to_causal(key): tensor for key, tensor in load_file(self.directory / WEIGHTS).items()}
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def read_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of its tensors by their names; raise RequestError if the file is damaged."""
         check_safetensors(self.directory / WEIGHTS, START_FROM)
-        return {_in_causal_model(key): shape for key, shape in read_header(self.directory / WEIGHTS).items()}
+        return {_convert_key_to_causal(key): shape for key, shape in read_header(self.directory / WEIGHTS).items()}
 
     def fingerprint(self) -> str:
         """Return a hash of its settings and weights."""
@@ -240,8 +240,8 @@ class SavedAdapter:
                 )
 
 
-def _in_causal_model(key: str) -> str:
-    return PREFIX + causal_name(key.removeprefix(PREFIX))
+def _convert_key_to_causal(key: str) -> str:
+    return PREFIX + convert_to_causal_name(key.removeprefix(PREFIX))
 
 
 @lru_cache
@@ -372,12 +372,12 @@ class BaseModel:
         return replace(base, path=base.name) if is_older else base
 
 
-def base_model(model: ModelSection, seed: int) -> BaseModel:
+def identify_base_model(model: ModelSection, seed: int) -> BaseModel:
     """Describe the weights that ``model`` names, or that ``seed`` initializes; reads a few bytes of each tensor.
 
     Equal weights have equal fingerprints, independent of their paths and of the number of files.
     """
-    base, adapter = _stored_weights(model, seed), model.adapter
+    base, adapter = _identify_stored_weights(model, seed), model.adapter
     double = adapter.quantization == "nf4" and adapter.double_quantization
     return replace(
         base,
@@ -387,19 +387,19 @@ def base_model(model: ModelSection, seed: int) -> BaseModel:
     )
 
 
-def _stored_weights(model: ModelSection, seed: int) -> BaseModel:
+def _identify_stored_weights(model: ModelSection, seed: int) -> BaseModel:
     source = resolve(model)
     if source.directory is None:
         names = [model.added_tokens.names] if model.added_tokens.names else []
         made_from = json.dumps([model.config, model.tokenizer, seed, *names], sort_keys=True, default=str)
         return BaseModel(source.origin, hashlib.sha256(made_from.encode()).hexdigest()[:16])
-    path = user_path(str(model.name))
+    path = expand_user_path(str(model.name))
     name = str(path.resolve()) if path.exists() else str(model.name)
     fingerprint = _fingerprint(source.directory)
     added = model.added_tokens.model_dump() if model.added_tokens.names else None
     if source.gguf is None:
         own = name if added is None else str(source.directory)
-        precision = _stored_precision(source.directory)
+        precision = _read_stored_precision(source.directory)
         return BaseModel(name, fingerprint, own, precision, overrides=model.overrides, added_tokens=added)
     facts = WEIGHT_FORMATS.get("gguf").facts(source.gguf)
     return BaseModel(
@@ -416,7 +416,7 @@ def _stored_weights(model: ModelSection, seed: int) -> BaseModel:
     )
 
 
-def _stored_precision(directory: Path) -> str:
+def _read_stored_precision(directory: Path) -> str:
     config = read_json(directory / "config.json")
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     return _PRECISIONS.get(dtype, dtype)

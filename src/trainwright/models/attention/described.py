@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainwright.models.attention.kernels import AttentionNeeds, Chosen, Platform, in_words, kernels
+from trainwright.models.attention.kernels import AttentionNeeds, Chosen, Platform, describe_kernels, list_kernels
 from trainwright.models.attention.packs import DTYPES
-from trainwright.models.configuration import layer_configs
+from trainwright.models.configuration import list_layer_configs
 from trainwright.models.gpt.variants import MODEL_TYPE as GPT
 from trainwright.recipe.sections.model import OWN
 
@@ -25,11 +25,11 @@ def describe_attention(model: CausalLM, dtype: torch.dtype, longest: int, platfo
     ``longest``: the most tokens of a sequence.
     """
     if model.packed and model.config.model_type != OWN:
-        return in_words(needs_of(model, dtype, longest), platform)
+        return describe_kernels(needs_of(model, dtype, longest), platform)
     if model.config.model_type == OWN:
         return [f"computed by {model.config.implementation} itself"]
     name = model.config._attn_implementation  # chosen by transformers, whatever the heads are
-    kernel = next((kernel for kernel in kernels() if kernel.name == name), None)
+    kernel = next((kernel for kernel in list_kernels() if kernel.name == name), None)
     needs = AttentionNeeds(
         0, 0, DTYPES[dtype], packed=False, deterministic=torch.are_deterministic_algorithms_enabled()
     )
@@ -41,7 +41,7 @@ def needs_of(model: CausalLM, dtype: torch.dtype, longest: int) -> Iterator[Atte
     """Yield what the layers of ``model`` need on packs of sequences: one for each kind of layer."""
     config: Any = model.config.get_text_config()
     dropouts = (*_DROPOUTS, "dropout") if config.model_type == GPT else _DROPOUTS
-    for windowed, size, value_size in _layers(config):
+    for windowed, size, value_size in _list_layer_kinds(config):
         yield AttentionNeeds(
             size,
             value_size,
@@ -54,19 +54,19 @@ def needs_of(model: CausalLM, dtype: torch.dtype, longest: int) -> Iterator[Atte
         )
 
 
-def _layers(config: Any) -> list[tuple[bool, int, int]]:
+def _list_layer_kinds(config: Any) -> list[tuple[bool, int, int]]:
     """Return whether layers have windows, and the widths of a head's keys and values: one for each kind of layer."""
-    configs = layer_configs(config)
+    configs = list_layer_configs(config)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(configs)
     has_windows = (
         getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", None) is not False
     )
     windows = [has_windows and kind == "sliding_attention" for kind in kinds]
     layers = zip(windows, configs if len(configs) > 1 else configs * len(kinds), strict=True)
-    return sorted({(windowed, *_widths(layer, windowed=windowed)) for windowed, layer in layers})
+    return sorted({(windowed, *_find_head_widths(layer, windowed=windowed)) for windowed, layer in layers})
 
 
-def _widths(config: Any, *, windowed: bool) -> tuple[int, int]:
+def _find_head_widths(config: Any, *, windowed: bool) -> tuple[int, int]:
     """Return the widths of a head's keys and values."""
     if getattr(config, "qk_nope_head_dim", None) is not None:  # multi-head latent attention
         return config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim

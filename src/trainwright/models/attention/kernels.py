@@ -1,6 +1,6 @@
 """The attention kernels, their limits, and the choice among them. Imports no torch, so that plans use it too.
 
-``choose`` returns the first of ``kernels()`` that can compute a layer's attention on a device, with the reasons
+``choose`` returns the first of ``list_kernels()`` that can compute a layer's attention on a device, with the reasons
 why the faster ones before it cannot. The limits are those that the kernels check themselves:
 
 - flash attention of torch 2.13, through ``torch.nn.attention.varlen.varlen_attn``: mha_varlen_fwd and mha_varlen_bwd in
@@ -34,7 +34,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from trainwright.errors import RequestError
-from trainwright.machine.processor import why_no_triton
+from trainwright.machine.processor import explain_no_triton
 from trainwright.machine.vendors import VENDORS, Vendor
 from trainwright.recipe.registries import ATTENTION_KERNELS
 
@@ -222,7 +222,7 @@ SDPA_EACH = AttentionKernel(
     packed=True,
     memory="sequences",
     vendors=_GPU,
-    implementation="trainwright.models.attention.packs:sequence_by_sequence",
+    implementation="trainwright.models.attention.packs:attend_by_sequence",
     min_capability=(5, 0),
     least_bf16=(8, 0),
     multiple=8,
@@ -247,7 +247,7 @@ CPU_FLASH = AttentionKernel(
     packed=True,
     memory="sequences",
     vendors=_ONLY_CPU,
-    implementation="trainwright.models.attention.packs:flash_on_cpu",
+    implementation="trainwright.models.attention.packs:attend_by_cpu_flash",
     values="equal",
     always_deterministic=True,
 )
@@ -257,7 +257,7 @@ SCORES = AttentionKernel(
     packed=True,
     memory="scores",
     vendors=_EVERYWHERE,
-    implementation="trainwright.models.attention.packs:sequence_by_sequence",
+    implementation="trainwright.models.attention.packs:attend_by_sequence",
     features=_EVERYTHING,
 )
 SDPA = AttentionKernel(
@@ -319,7 +319,7 @@ class Chosen:
 
 
 @cache
-def kernels() -> tuple[AttentionKernel, ...]:
+def list_kernels() -> tuple[AttentionKernel, ...]:
     """Return the registered kernels: for each kind of rows and device, the fastest first."""
     ordered: list[AttentionKernel] = []
     for kernel in map(ATTENTION_KERNELS.get, ATTENTION_KERNELS.names()):
@@ -328,13 +328,13 @@ def kernels() -> tuple[AttentionKernel, ...]:
     return tuple(ordered)
 
 
-def kernels_of(attention: str) -> tuple[AttentionKernel, ...]:
+def select_kernels(attention: str) -> tuple[AttentionKernel, ...]:
     """Return the kernels of a value of ``model.attention``."""
     if attention == "auto":
-        return kernels()
+        return list_kernels()
     if attention not in _GROUPS:
         return (ATTENTION_KERNELS.get(attention),)
-    return tuple(kernel for kernel in kernels() if kernel.name in _GROUPS[attention])
+    return tuple(kernel for kernel in list_kernels() if kernel.name in _GROUPS[attention])
 
 
 def choose(needs: AttentionNeeds, platform: Platform) -> Chosen:
@@ -345,9 +345,9 @@ def choose(needs: AttentionNeeds, platform: Platform) -> Chosen:
         ValueError: there is none: biases within the sequences of a pack.
     """
     refused: list[tuple[str, str]] = []
-    requested = kernels_of(platform.attention)
-    for kernel in dict.fromkeys((*kernels(), *requested)):
-        why = _against(kernel, needs, platform)
+    requested = select_kernels(platform.attention)
+    for kernel in dict.fromkeys((*list_kernels(), *requested)):
+        why = _find_reason_against(kernel, needs, platform)
         if kernel not in requested:
             why = f"model.attention is {platform.attention}"
         if why is None:
@@ -355,14 +355,14 @@ def choose(needs: AttentionNeeds, platform: Platform) -> Chosen:
         if kernel.packed == needs.packed and platform.vendor in kernel.vendors:
             refused.append((kernel.title, why))
     if platform.attention != "auto":
-        raise RequestError(_impossible(needs, platform))
+        raise RequestError(_explain_impossible(needs, platform))
     raise ValueError(f"no attention kernel can compute {needs} on {platform}")
 
 
-def _impossible(needs: AttentionNeeds, platform: Platform) -> str:
+def _explain_impossible(needs: AttentionNeeds, platform: Platform) -> str:
     """Return why no kernel of ``model.attention`` computes ``needs``, and the values that do."""
-    requested = kernels_of(platform.attention)
-    against = {kernel.name: _against(kernel, needs, platform) for kernel in (*kernels(), *requested)}
+    requested = select_kernels(platform.attention)
+    against = {kernel.name: _find_reason_against(kernel, needs, platform) for kernel in (*list_kernels(), *requested)}
     groups = {**_GROUPS, "flex": {"flex"}}
     possible = [word for word, names in groups.items() if any(against[name] is None for name in names)]
     return (
@@ -372,16 +372,16 @@ def _impossible(needs: AttentionNeeds, platform: Platform) -> str:
     )
 
 
-def _against(kernel: AttentionKernel, needs: AttentionNeeds, platform: Platform) -> str | None:
+def _find_reason_against(kernel: AttentionKernel, needs: AttentionNeeds, platform: Platform) -> str | None:
     """Return the first reason why a kernel cannot compute ``needs`` on ``platform``; None if it can."""
     if kernel.packed != needs.packed:
         return "is for packs, see data.pack_length" if kernel.packed else "is for padded rows"
     if platform.vendor not in kernel.vendors:
         return f"does not run on {'a CPU' if platform.vendor == 'CPU' else f'GPUs of {platform.vendor}'}"
-    return next(_reasons_against(kernel, needs, platform), None)
+    return next(_iterate_reasons_against(kernel, needs, platform), None)
 
 
-def in_words(layers: Iterable[AttentionNeeds], platform: Platform) -> list[str]:
+def describe_kernels(layers: Iterable[AttentionNeeds], platform: Platform) -> list[str]:
     """Return a line for each kernel that computes one of ``layers`` on ``platform``, with the reasons."""
     lines: dict[str, str] = {}
     for needs in layers:
@@ -390,35 +390,37 @@ def in_words(layers: Iterable[AttentionNeeds], platform: Platform) -> list[str]:
     return list(lines.values())
 
 
-def _reasons_against(kernel: AttentionKernel, needs: AttentionNeeds, platform: Platform) -> Iterator[str]:
+def _iterate_reasons_against(kernel: AttentionKernel, needs: AttentionNeeds, platform: Platform) -> Iterator[str]:
     """Yield the reasons why a kernel cannot compute ``needs`` on ``platform``; last, that it is not installed."""
-    yield from _reasons_of_the_device(kernel, needs, platform)
+    yield from _iterate_device_reasons(kernel, needs, platform)
     for feature, words in _WORDS.items():
         if getattr(needs, feature) and feature not in kernel.features:
             yield f"has no {words}"
     for one, other in kernel.apart:
         if getattr(needs, one) and getattr(needs, other):
             yield f"has no {_WORDS[one]} together with {_WORDS[other]}"
-    yield from _reasons_of_the_size(kernel, needs, platform)
+    yield from _iterate_size_reasons(kernel, needs, platform)
     if (missing := dict(platform.missing).get(kernel.name)) is not None:
         yield missing
 
 
-def _reasons_of_the_device(kernel: AttentionKernel, needs: AttentionNeeds, platform: Platform) -> Iterator[str]:
-    own = f"this GPU has {_dotted(platform.capability)}"
+def _iterate_device_reasons(kernel: AttentionKernel, needs: AttentionNeeds, platform: Platform) -> Iterator[str]:
+    own = f"this GPU has {_format_capability(platform.capability)}"
     if platform.vendor == "NVIDIA" and not kernel.min_capability <= platform.capability <= (
         kernel.max_capability or platform.capability
     ):
         last = kernel.max_capability
-        upwards = " or higher" if last is None else "" if last == kernel.min_capability else f" to {_dotted(last)}"
-        yield f"needs compute capability {_dotted(kernel.min_capability)}{upwards}, {own}"
+        upwards = (
+            " or higher" if last is None else "" if last == kernel.min_capability else f" to {_format_capability(last)}"
+        )
+        yield f"needs compute capability {_format_capability(kernel.min_capability)}{upwards}, {own}"
     if needs.dtype not in kernel.dtypes:
         yield f"does not compute in {needs.dtype}"
     if needs.dtype == "bf16" and platform.vendor == "NVIDIA" and platform.capability < kernel.least_bf16:
-        yield f"needs compute capability {_dotted(kernel.least_bf16)} or higher for bf16, {own}"
+        yield f"needs compute capability {_format_capability(kernel.least_bf16)} or higher for bf16, {own}"
 
 
-def _reasons_of_the_size(kernel: AttentionKernel, needs: AttentionNeeds, platform: Platform) -> Iterator[str]:
+def _iterate_size_reasons(kernel: AttentionKernel, needs: AttentionNeeds, platform: Platform) -> Iterator[str]:
     width = max(kernel.widths(needs.size, needs.value_size))
     if kernel.values == "equal" and needs.size != needs.value_size:
         yield f"needs values as wide as keys, these have {needs.value_size} and {needs.size} channels"
@@ -430,10 +432,13 @@ def _reasons_of_the_size(kernel: AttentionKernel, needs: AttentionNeeds, platfor
         here = gap.capabilities[0] <= platform.capability <= gap.capabilities[1]
         if here and gap.sizes[0] <= width <= gap.sizes[1] and (needs.dropout or not gap.dropout):
             how = " with dropout" if gap.dropout else ""
-            yield f"cannot train heads of {width} channels{how} on compute capability {_dotted(platform.capability)}"
+            yield (
+                f"cannot train heads of {width} channels{how} on compute capability "
+                f"{_format_capability(platform.capability)}"
+            )
 
 
-def _dotted(capability: Capability) -> str:
+def _format_capability(capability: Capability) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 
@@ -449,14 +454,14 @@ _INSTALL_3, _INSTALL_4 = "flash-attn-3 of download.pytorch.org/whl", "flash-attn
 
 
 @cache
-def missing_kernels() -> tuple[tuple[str, str], ...]:
+def list_missing_kernels() -> tuple[tuple[str, str], ...]:
     """Return the names of kernels for GPUs that cannot be used here, each with the reason."""
     third = None if find_spec("flash_attn_interface") is not None else f"{_ABSENT} ({_INSTALL_3})"
     reasons = {
         "flash_attn_4": None if _has_flash_attn_4() else f"{_ABSENT} ({_INSTALL_4})",
         "flash_attn_3": third,
-        "flash_attn": _without_flash_attn(),
-        "flex": why_no_triton(),
+        "flash_attn": _explain_missing_flash_attn(),
+        "flex": explain_no_triton(),
     }
     return tuple((name, why) for name, why in reasons.items() if why is not None)
 
@@ -468,7 +473,7 @@ def _has_flash_attn_4() -> bool:
     return any((Path(folder) / "cute" / "interface.py").is_file() for folder in folders or ())
 
 
-def _without_flash_attn() -> str | None:
+def _explain_missing_flash_attn() -> str | None:
     spec = find_spec("flash_attn")
     if spec is None or spec.origin is None:  # flash-attn-4 alone fills the folder of that name
         return _ABSENT

@@ -31,7 +31,7 @@ from trainwright.models.attention.kernels import (
     Dtype,
     Platform,
     choose,
-    missing_kernels,
+    list_missing_kernels,
 )
 from trainwright.models.attention.plain import flash_cpu
 from trainwright.models.attention.sequences import Call, Sequences
@@ -100,7 +100,7 @@ def packed_attention(
         ``(output [1, T, H, D], None)``, as required by transformers.
     """
     call, sequences = call_of(module, query, key, value, arguments)
-    kernel, compute = _functions[_kernel_name(call, attention)]
+    kernel, compute = _functions[_choose_kernel_name(call, attention)]
     padded = call.padded(*kernel.widths(query.shape[-1], value.shape[-1]))
     return call.cut(compute(padded, sequences)), None
 
@@ -118,9 +118,9 @@ def call_of(
         raise UnpackableError(f"{type(module).__name__} does not know where packed sequences begin")
     if arguments.get("position_bias") is not None or arguments.get("is_causal") is False:
         raise UnpackableError(f"{type(module).__name__} needs an attention that packed training does not have")
-    chunk, sequences = _chunk_of(module), arguments.get("sequences")
+    chunk, sequences = _find_chunk_size(module), arguments.get("sequences")
     if chunk is not None and chunk < max_length_q:
-        sequences = _on_host(sequences, cu_seq_lens_q, max_length_q).in_chunks(chunk)
+        sequences = _bring_to_host(sequences, cu_seq_lens_q, max_length_q).in_chunks(chunk)
         cu_seq_lens_q, max_length_q = sequences.boundaries, chunk
     scaling, window = arguments.get("scaling"), arguments.get("sliding_window")
     call = Call(
@@ -138,16 +138,16 @@ def call_of(
     return call, sequences
 
 
-def _kernel_name(call: Call, attention: str) -> str:
+def _choose_kernel_name(call: Call, attention: str) -> str:
     query = call.query
     # A branch, as torch.compile takes bool() of a module's number for one that may change.
     has_dropout = True if call.dropout else False  # noqa: SIM210
     flags = call.softcap is not None, call.sinks is not None, has_dropout, call.window is not None
     sizes = query.shape[-1], call.value.shape[-1]
-    return kernel_name(query.device.type, query.device.index, query.dtype, *sizes, flags, attention)
+    return choose_kernel_name(query.device.type, query.device.index, query.dtype, *sizes, flags, attention)
 
 
-def kernel_name(
+def choose_kernel_name(
     device: str,
     index: int | None,
     dtype: torch.dtype,
@@ -176,7 +176,7 @@ def kernel_name(
             window=window,
             deterministic=deterministic,
         )
-        kernel = choose(needs, platform_of(device, index or 0, attention)).kernel
+        kernel = choose(needs, build_platform(device, index or 0, attention)).kernel
         assert kernel.implementation is not None, "a kernel of packs"
         _functions[kernel.name] = kernel, load(kernel.implementation, f"attention kernel {kernel.name}")
         _chosen[key] = kernel.name
@@ -188,17 +188,17 @@ _chosen: dict[Any, str] = {}
 _functions: dict[str, tuple[AttentionKernel, Callable[[Call, Sequences | None], torch.Tensor]]] = {}
 
 
-def platform_of(device: str, index: int = 0, attention: str = "auto") -> Platform:
+def build_platform(device: str, index: int = 0, attention: str = "auto") -> Platform:
     """Return a device as attention kernels see it, with the installed software and ``model.attention``."""
     if device == "cpu":
         return replace(CPU, attention=attention)
     if device == "xpu":
-        return Platform("Intel", (0, 0), missing_kernels(), attention)
+        return Platform("Intel", (0, 0), list_missing_kernels(), attention)
     vendor: Vendor = "NVIDIA" if torch.version.hip is None else "AMD"
-    return Platform(vendor, torch.cuda.get_device_capability(index), missing_kernels(), attention)
+    return Platform(vendor, torch.cuda.get_device_capability(index), list_missing_kernels(), attention)
 
 
-def _chunk_of(module: torch.nn.Module) -> int | None:
+def _find_chunk_size(module: torch.nn.Module) -> int | None:
     """Return the chunk size of a layer of Llama 4, whose chunks of a sequence do not attend to each other, or None."""
     config: Any = getattr(module, "config", None)
     size: int | None = getattr(config, "attention_chunk_size", None)
@@ -206,40 +206,40 @@ def _chunk_of(module: torch.nn.Module) -> int | None:
     return size if kinds is not None and layer is not None and kinds[layer] == "chunked_attention" else None
 
 
-def _on_host(sequences: Sequences | None, boundaries: torch.Tensor, longest: int) -> Sequences:
+def _bring_to_host(sequences: Sequences | None, boundaries: torch.Tensor, longest: int) -> Sequences:
     """Return the sequences; if only the device knows them, the host waits for a GPU here."""
     return Sequences(boundaries.cpu(), longest, boundaries.device) if sequences is None else sequences
 
 
-def flash_on_cpu(call: Call, sequences: Sequences | None) -> torch.Tensor:
+def attend_by_cpu_flash(call: Call, sequences: Sequences | None) -> torch.Tensor:
     """Run torch's flash attention for CPUs on each sequence."""
     # A backward pass in fp32 of a forward pass in bf16 needs a custom operator.
     if call.query.dtype == torch.float32 and plain.are_equal(call):
-        return plain.equal_sequences(call)
+        return plain.attend_equal_sequences(call)
     inputs = call.query, call.key, call.value
     return flash_cpu(*inputs, call.boundaries, call.scale)[0].transpose(1, 2)
 
 
-def sequence_by_sequence(call: Call, sequences: Sequences | None) -> torch.Tensor:
+def attend_by_sequence(call: Call, sequences: Sequences | None) -> torch.Tensor:
     """Run torch's SDPA or plain operations on each sequence."""
     # On a CPU torch stores the scores of all sequences at once if values have another head size than keys.
     stores_scores = call.query.is_cpu and call.value.shape[-1] != call.key.shape[-1]
     if call.is_plain and plain.are_equal(call) and not stores_scores:
-        return plain.equal_sequences(call)
-    return plain.each_sequence(call, sequences)
+        return plain.attend_equal_sequences(call)
+    return plain.attend_each_sequence(call, sequences)
 
 
 def flex(call: Call, sequences: Sequences | None) -> torch.Tensor:
     """Run flex_attention."""
-    return attend(call, _on_host(sequences, call.boundaries, call.longest).block_mask(call.window))
+    return attend(call, _bring_to_host(sequences, call.boundaries, call.longest).block_mask(call.window))
 
 
 def varlen(call: Call, sequences: Sequences | None) -> torch.Tensor:
     """Run torch's flash attention. It is deterministic while torch.use_deterministic_algorithms is on."""
     from torch.nn.attention.varlen import varlen_attn
 
-    window = (_before(call), 0)
-    output = varlen_attn(*_of_sequences(call), scale=call.scale, window_size=window, enable_gqa=call.grouped)
+    window = (_count_tokens_before(call), 0)
+    output = varlen_attn(*_build_varlen_arguments(call), scale=call.scale, window_size=window, enable_gqa=call.grouped)
     assert isinstance(output, torch.Tensor)
     return output.unsqueeze(0)
 
@@ -269,22 +269,22 @@ def flash_attn_2(call: Call, sequences: Sequences | None) -> torch.Tensor:
     """Run flash-attn 2."""
     from flash_attn import flash_attn_varlen_func
 
-    return _flash_attn(flash_attn_varlen_func, call, dropout_p=call.dropout)
+    return _run_flash_attn(flash_attn_varlen_func, call, dropout_p=call.dropout)
 
 
 def flash_attn_3(call: Call, sequences: Sequences | None) -> torch.Tensor:
     """Run FlashAttention-3."""
     from flash_attn_interface import flash_attn_varlen_func
 
-    return _flash_attn(flash_attn_varlen_func, call)
+    return _run_flash_attn(flash_attn_varlen_func, call)
 
 
-def _flash_attn(compute: Callable[..., Any], call: Call, **options: Any) -> torch.Tensor:
+def _run_flash_attn(compute: Callable[..., Any], call: Call, **options: Any) -> torch.Tensor:
     result = compute(
-        *_of_sequences(call),
+        *_build_varlen_arguments(call),
         softmax_scale=call.scale,
         causal=True,
-        window_size=(_before(call), 0),
+        window_size=(_count_tokens_before(call), 0),
         softcap=call.softcap or 0.0,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         **options,
@@ -293,12 +293,12 @@ def _flash_attn(compute: Callable[..., Any], call: Call, **options: Any) -> torc
     return output.unsqueeze(0)
 
 
-def _of_sequences(call: Call) -> tuple[Any, ...]:
+def _build_varlen_arguments(call: Call) -> tuple[Any, ...]:
     """Return queries, keys, values, and boundaries and the greatest length for queries and for keys."""
     return *call.flat(), call.boundaries, call.boundaries, call.longest, call.longest
 
 
-def _before(call: Call) -> int:
+def _count_tokens_before(call: Call) -> int:
     """Return how many tokens before itself a token attends to; -1: all of its sequence."""
     return -1 if call.window is None else call.window - 1
 
@@ -307,10 +307,10 @@ def attend(call: Call, mask: BlockMask) -> torch.Tensor:
     """Compute attention with the allowed pairs of ``mask``; return [1, T, H, V]."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-    run: Any = flex_attention if torch.compiler.is_compiling() else compiled()
+    run: Any = flex_attention if torch.compiler.is_compiling() else compile_flex_attention()
     options: dict[str, Any] = {"block_mask": mask, "scale": call.scale, "enable_gqa": call.grouped}
     if call.softcap is not None:
-        options["score_mod"] = _capped(call.softcap)
+        options["score_mod"] = _build_softcap(call.softcap)
     if call.sinks is None:
         output = run(call.query, call.key, call.value, **options)
     else:
@@ -322,14 +322,14 @@ def attend(call: Call, mask: BlockMask) -> torch.Tensor:
 
 
 @cache
-def compiled() -> Callable[..., Any]:
+def compile_flex_attention() -> Callable[..., Any]:
     """Return flex_attention compiled; from a second length of packs on, for any length."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)  # without dynamic=True, so that scales and soft caps stay constants
 
 
-def _capped(softcap: float) -> Callable[..., torch.Tensor]:
+def _build_softcap(softcap: float) -> Callable[..., torch.Tensor]:
     def capped(
         score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:

@@ -24,52 +24,54 @@ def are_equal(call: Call) -> bool:
     return sequences > 1 and sequences * call.longest == call.query.shape[2]
 
 
-def equal_sequences(call: Call) -> torch.Tensor:
+def attend_equal_sequences(call: Call) -> torch.Tensor:
     """Compute sequences of equal length as a batch, such as contiguous windows."""
     query, length = call.query, call.longest
     # On a GPU, heads of keys are repeated: torch's memory-efficient kernel takes no groups, and without it all scores
     # would be stored (can_use_mem_efficient_attention in sdp_utils.cpp).
-    key, value = _repeated(call) if (query.is_cuda or query.is_xpu) and call.grouped else (call.key, call.value)
+    key, value = (
+        _repeat_key_values(call) if (query.is_cuda or query.is_xpu) and call.grouped else (call.key, call.value)
+    )
     # Not x[0]: the gradient of indexing is a zero tensor with the rest copied into it.
     parts = [x.squeeze(0).unflatten(1, (-1, length)).transpose(0, 1) for x in (query, key, value)]
-    q, k, v = parts if query.is_cuda or query.is_xpu else working(length, BF16_FROM_LENGTH, *parts)
+    q, k, v = parts if query.is_cuda or query.is_xpu else upcast_short(length, BF16_FROM_LENGTH, *parts)
     grouped = k.shape[1] != q.shape[1]
     output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale, enable_gqa=grouped)
     return output.transpose(1, 2).flatten(0, 1)[None].to(query.dtype)
 
 
-def _repeated(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def _repeat_key_values(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Return keys and values with as many heads as the queries."""
     group = call.query.shape[1] // call.key.shape[1]
     return call.key.repeat_interleave(group, dim=1), call.value.repeat_interleave(group, dim=1)
 
 
-def each_sequence(call: Call, sequences: Sequences | None) -> torch.Tensor:
+def attend_each_sequence(call: Call, sequences: Sequences | None) -> torch.Tensor:
     """Compute the general case: dropout, sliding windows, softcapping, attention sinks."""
     edges = call.boundaries.tolist() if sequences is None else sequences.edges
-    query, (key, value) = call.query, _repeated(call)
+    query, (key, value) = call.query, _repeat_key_values(call)
     outputs = []
     for begin, end in itertools.pairwise(edges):
         q, k, v = query[:, :, begin:end], key[:, :, begin:end], value[:, :, begin:end]
-        allowed = _causal(end - begin, call.window, query.device)
+        allowed = _build_causal_mask(end - begin, call.window, query.device)
         if call.softcap is None and call.sinks is None:
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=allowed, dropout_p=call.dropout, is_causal=allowed is None, scale=call.scale
             )
         else:
-            out = _scores_attention(call, q, k, v, allowed)
+            out = _attend_by_scores(call, q, k, v, allowed)
         outputs.append(out)
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def _causal(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
+def _build_causal_mask(length: int, window: int | None, device: torch.device) -> torch.Tensor | None:
     """Return the mask of allowed positions [length, length], or None for plain causal attention."""
     if window is None or length <= window:
         return None
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
 
 
-def _scores_attention(
+def _attend_by_scores(
     call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor | None
 ) -> torch.Tensor:
     length = query.shape[2]
@@ -93,20 +95,20 @@ def flash_forward(
     Returns:
         Output [1, H, T, D] and log-sum-exp [1, H, T].
     """
-    output, logsumexp = _empty_output(query, value)
+    output, logsumexp = _allocate_output(query, value)
     edges, tensors = boundaries.tolist(), (query, key, value, output, logsumexp)
-    for q, k, v, *room in zip(*(_by_sequence(tensor, edges) for tensor in tensors), strict=True):
+    for q, k, v, *room in zip(*(_iterate_by_sequence(tensor, edges) for tensor in tensors), strict=True):
         results = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)
         for part, piece in zip(room, results, strict=True):
             part.copy_(piece)
     return output, logsumexp
 
 
-def _longest(edges: list[int]) -> int:
+def _find_longest(edges: list[int]) -> int:
     return max(end - begin for begin, end in itertools.pairwise(edges))
 
 
-def _by_sequence(tensor: torch.Tensor, edges: list[int]) -> Iterator[torch.Tensor]:
+def _iterate_by_sequence(tensor: torch.Tensor, edges: list[int]) -> Iterator[torch.Tensor]:
     """Yield views [1, H, L, ...] of each sequence in ``tensor`` [1, H, T, ...], or one view [D, H, L, ...] if equal."""
     lengths = {end - begin for begin, end in itertools.pairwise(edges)}
     if len(lengths) == 1:
@@ -115,7 +117,7 @@ def _by_sequence(tensor: torch.Tensor, edges: list[int]) -> Iterator[torch.Tenso
         yield from (tensor[:, :, begin:end] for begin, end in itertools.pairwise(edges))
 
 
-def _empty_output(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _allocate_output(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     batch, heads, length, _ = query.shape
     output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
     return output, query.new_empty(batch, heads, length, dtype=torch.float32)
@@ -124,7 +126,7 @@ def _empty_output(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tenso
 # A custom operator instead of a loop in the model: torch.compile does not break the graph at it, and autograd records
 # one node.
 flash_cpu = torch.library.custom_op("trainwright::packed_flash_cpu", flash_forward, mutates_args=())
-flash_cpu.register_fake(lambda query, key, value, *_: _empty_output(query, value))
+flash_cpu.register_fake(lambda query, key, value, *_: _allocate_output(query, value))
 
 
 def flash_backward(
@@ -138,11 +140,11 @@ def flash_backward(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of ``query``, ``key`` and ``value``, of their shapes."""
-    return backward_from(least_in_bf16(), grad, query, key, value, output, logsumexp, boundaries, scale)
+    return backward_from(choose_least_bf16_length(), grad, query, key, value, output, logsumexp, boundaries, scale)
 
 
 @cache
-def least_in_bf16() -> int:
+def choose_least_bf16_length() -> int:
     """Return the length from which this processor's backward pass is faster in bf16."""
     return BF16_FROM_LENGTH if detect_processor().has_amx else 2**62
 
@@ -159,28 +161,30 @@ def backward_from(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients, computed in fp32 if no sequence has ``least`` tokens."""
-    grads = _empty_grads(query, key, value)
+    grads = _allocate_grads(query, key, value)
     edges = boundaries.tolist()
-    grad, query, key, value, output = working(_longest(edges), least, grad, query, key, value, output)
+    grad, query, key, value, output = upcast_short(_find_longest(edges), least, grad, query, key, value, output)
     tensors = (grad, query, key, value, output, logsumexp, *grads)
-    for *inputs, to_query, to_key, to_value in zip(*(_by_sequence(tensor, edges) for tensor in tensors), strict=True):
+    for *inputs, to_query, to_key, to_value in zip(
+        *(_iterate_by_sequence(tensor, edges) for tensor in tensors), strict=True
+    ):
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, True, scale=scale)
         for part, piece in zip((to_query, to_key, to_value), gradients, strict=True):
             part.copy_(piece)
     return grads
 
 
-def _empty_grads(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _allocate_grads(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Allocate gradients in the memory order [1, T, H, D] that the projections around attention use."""
     query, key, value = (x.new_empty(x.shape[0], x.shape[2], x.shape[1], x.shape[3]).transpose(1, 2) for x in tensors)
     return query, key, value
 
 
 _flash_cpu_backward = torch.library.custom_op("trainwright::packed_flash_cpu_backward", flash_backward, mutates_args=())
-_flash_cpu_backward.register_fake(lambda grad, query, key, value, *_: _empty_grads(query, key, value))
+_flash_cpu_backward.register_fake(lambda grad, query, key, value, *_: _allocate_grads(query, key, value))
 
 
-def working(longest: int, least: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def upcast_short(longest: int, least: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return tensors in fp32 if ``longest`` is below ``least``."""
     return tuple(x.float() for x in tensors) if longest < least else tensors
 

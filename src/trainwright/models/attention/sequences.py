@@ -35,7 +35,7 @@ class Sequences:
         assert edges.device.type == "cpu"
         self._host = edges
         self.longest = longest
-        self.boundaries = _moved(edges, device)  # the same on ``device``
+        self.boundaries = _move_to_device(edges, device)  # the same on ``device``
         self._chunked: dict[tuple[str, int | None], Any] = {}
 
     @cached_property
@@ -58,25 +58,25 @@ class Sequences:
         """Return the allowed pairs of tokens for flex_attention; a token attends to at most ``window`` tokens."""
         key = ("blocks", window)
         if key not in self._chunked:
-            self._chunked[key] = _block_mask(self.edges, window, self.boundaries.device)
+            self._chunked[key] = _build_block_mask(self.edges, window, self.boundaries.device)
         mask: BlockMask = self._chunked[key]
         return mask
 
 
-def _block_mask(edges: Sequence[int], window: int | None, device: torch.device) -> BlockMask:
+def _build_block_mask(edges: Sequence[int], window: int | None, device: torch.device) -> BlockMask:
     from torch.nn.attention.flex_attention import BlockMask
 
-    first = first_allowed(edges, window)
-    table = _moved(torch.from_numpy(first), device)
+    first = find_first_allowed(edges, window)
+    table = _move_to_device(torch.from_numpy(first), device)
 
     def allowed(b: torch.Tensor, h: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key <= query) & (key >= table[query])
 
-    partly, fully = (_ordered(blocks, device) for blocks in allowed_blocks(first))
+    partly, fully = (_order_blocks(blocks, device) for blocks in find_allowed_blocks(first))
     return BlockMask.from_kv_blocks(*partly, *fully, _BLOCK, allowed, (len(first), len(first)))
 
 
-def first_allowed(edges: Sequence[int], window: int | None) -> np.ndarray[Any, Any]:
+def find_first_allowed(edges: Sequence[int], window: int | None) -> np.ndarray[Any, Any]:
     """Return the first token to which each token of a pack attends [T], int32; the last one is itself."""
     first = np.repeat(edges[:-1], np.diff(edges))
     if window is not None:
@@ -84,7 +84,7 @@ def first_allowed(edges: Sequence[int], window: int | None) -> np.ndarray[Any, A
     return first.astype(np.int32)
 
 
-def allowed_blocks(first: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def find_allowed_blocks(first: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Return which blocks of keys are partly and which fully allowed to each block of queries, bool [n, n] each.
 
     ``first`` never falls, so that the first and the last query of a block limit the others.
@@ -97,14 +97,16 @@ def allowed_blocks(first: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], n
     return some & ~fully, fully
 
 
-def _ordered(blocks: np.ndarray[Any, Any], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _order_blocks(blocks: np.ndarray[Any, Any], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the number of set blocks in each row [1, 1, n], and their indices, the set ones first [1, 1, n, n]."""
     counts = blocks.sum(1, dtype=np.int32)
     indices = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)
-    return _moved(torch.from_numpy(counts)[None, None], device), _moved(torch.from_numpy(indices)[None, None], device)
+    return _move_to_device(torch.from_numpy(counts)[None, None], device), _move_to_device(
+        torch.from_numpy(indices)[None, None], device
+    )
 
 
-def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _move_to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a copy on a GPU without waiting for it; on a CPU, the tensor itself."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
@@ -141,7 +143,7 @@ class Call(NamedTuple):
         """Return the call with heads padded by zeros to these widths, which changes no score; see ``Call.cut``."""
         if (size, value_size) == (self.query.shape[-1], self.value.shape[-1]):
             return self
-        query, key, value = _padded(self.query, size), _padded(self.key, size), _padded(self.value, value_size)
+        query, key, value = _pad_width(self.query, size), _pad_width(self.key, size), _pad_width(self.value, value_size)
         return self._replace(query=query, key=key, value=value)
 
     def cut(self, output: torch.Tensor) -> torch.Tensor:
@@ -156,5 +158,5 @@ class Call(NamedTuple):
         return query, key, value
 
 
-def _padded(x: torch.Tensor, width: int) -> torch.Tensor:
+def _pad_width(x: torch.Tensor, width: int) -> torch.Tensor:
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))

@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch.library import custom_op
 
-from trainwright.models.fused.operators import differentiate_rotary
+from trainwright.models.fused.operators import register_rotary_gradients
 from trainwright.parallel.constants import PART_TOKENS
 
 
-def _parts(tokens: int, rows: int = 1) -> Iterator[slice]:
+def _split_tokens(tokens: int, rows: int = 1) -> Iterator[slice]:
     """Yield slices of tokens of each row; their number changes no result, as every token is computed by itself."""
     size = max(1, PART_TOKENS * torch.get_num_threads() // rows)
     return (slice(begin, begin + size) for begin in range(0, tokens, size))
 
 
-def workspace(operator: str, args: Sequence[Any], part: int) -> tuple[int, ...]:
+def compute_workspace(operator: str, args: Sequence[Any], part: int) -> tuple[int, ...]:
     """Return the bytes that an operator allocates, or releases (below 0), one after the other, beside its results.
 
     Args:
@@ -61,25 +61,25 @@ def rms_norm(
     inputs: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool, rounded: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what ``operators.rms_norm`` does for inputs [..., H] of two bytes; the inverses are [tokens, ..., 1]."""
-    rows, out = _rows(inputs), _like(inputs)
-    inverses = _inverses(inputs)
-    factors = _factors(weight, offset, rounded)
-    for part in _parts(len(rows)):
+    rows, out = _flatten_rows(inputs), _allocate_like(inputs)
+    inverses = _allocate_inverses(inputs)
+    factors = _compute_factors(weight, offset, rounded)
+    for part in _split_tokens(len(rows)):
         wide = rows[part].float()
         inverses[part] = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         normal = wide * inverses[part]
-        _rows(out)[part] = (normal.to(inputs.dtype) if rounded else normal) * factors
+        _flatten_rows(out)[part] = (normal.to(inputs.dtype) if rounded else normal) * factors
     return out, inverses
 
 
 @rms_norm.register_fake
 def _(inputs: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _like(inputs), _inverses(inputs)
+    return _allocate_like(inputs), _allocate_inverses(inputs)
 
 
-def _inverses(inputs: torch.Tensor) -> torch.Tensor:
+def _allocate_inverses(inputs: torch.Tensor) -> torch.Tensor:
     """Return memory for the inverse of every root [tokens, ..., 1], fp32."""
-    return inputs.new_empty((*_rows(inputs).shape[:-1], 1), dtype=torch.float32)
+    return inputs.new_empty((*_flatten_rows(inputs).shape[:-1], 1), dtype=torch.float32)
 
 
 @custom_op("trainwright::blocked_norm_backward", mutates_args=())
@@ -93,18 +93,18 @@ def _norm_backward(
     of_weight: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the gradients of the inputs and, with ``of_weight``, of the weight, as autograd would compute them."""
-    rows, of_rows, of_inputs = _rows(inputs), _rows(gradient), _like(inputs)
-    factors = _factors(weight, offset, rounded)
+    rows, of_rows, of_inputs = _flatten_rows(inputs), _flatten_rows(gradient), _allocate_like(inputs)
+    factors = _compute_factors(weight, offset, rounded)
     normal = rows.new_empty(rows.shape if of_weight else 0, dtype=factors.dtype)
-    for part in _parts(len(rows)):
+    for part in _split_tokens(len(rows)):
         out = normal[part] if of_weight else None
-        _rows(of_inputs)[part] = _gradient_of_part(of_rows[part], rows[part], factors, inverses[part], out)
+        _flatten_rows(of_inputs)[part] = _compute_part_gradient(of_rows[part], rows[part], factors, inverses[part], out)
     if of_weight:  # as a whole, since the order of the sum depends on the strides
         normal = (gradient.to(factors.dtype) * normal.view_as(gradient)).sum(tuple(range(gradient.dim() - 1)))
     return of_inputs, normal.to(weight.dtype)
 
 
-def _gradient_of_part(
+def _compute_part_gradient(
     gradient: torch.Tensor,
     inputs: torch.Tensor,
     factors: torch.Tensor,
@@ -123,32 +123,33 @@ def _gradient_of_part(
 
 @_norm_backward.register_fake
 def _(gradient: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, ...]:
-    return _like(inputs), weight.new_empty(weight.shape if rest[-1] else 0)
+    return _allocate_like(inputs), weight.new_empty(weight.shape if rest[-1] else 0)
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
+def _allocate_like(tensor: torch.Tensor) -> torch.Tensor:
     """Return contiguous memory for a tensor like this one."""
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
+def _flatten_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Return [tokens, ...] of [rows, length, ...]."""
     return tensor.flatten(0, 1) if tensor.dim() > 2 else tensor
 
 
 def _is_viewed(tensor: torch.Tensor) -> bool:
-    """Return whether ``_rows`` of a tensor are no copy."""
+    """Return whether ``_flatten_rows`` of a tensor are no copy."""
     return tensor.dim() < 3 or tensor.shape[0] == 1 or tensor.stride(0) == tensor.shape[1] * tensor.stride(1)
 
 
 def _has_heads_first(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is [rows, heads, length, size], made from [rows, length, heads, size]: rows of ``_rows``
-    are heads then, of which a part has all.
+    """Return whether a tensor is [rows, heads, length, size], made from [rows, length, heads, size].
+
+    Rows of ``_flatten_rows`` are heads then, of which a part has all.
     """
     return tensor.dim() == 4 and (tensor.shape[1] == 1 or tensor.stride(1) < tensor.stride(2))
 
 
-def _factors(weight: torch.Tensor, offset: bool, rounded: bool) -> torch.Tensor:
+def _compute_factors(weight: torch.Tensor, offset: bool, rounded: bool) -> torch.Tensor:
     """Return what normalized numbers are multiplied by."""
     if offset:
         return 1.0 + weight.float()
@@ -162,13 +163,13 @@ def _keep_norm(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _gradients_of_norm(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _compute_norm_gradients(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     trains_weight = ctx.needs_input_grad[1]
     of_inputs, of_weight = _norm_backward(gradient, *ctx.saved_tensors, ctx.offset, ctx.rounded, trains_weight)
     return of_inputs, of_weight if trains_weight else None, None, None, None
 
 
-rms_norm.register_autograd(_gradients_of_norm, setup_context=_keep_norm)
+rms_norm.register_autograd(_compute_norm_gradients, setup_context=_keep_norm)
 
 
 @custom_op("trainwright::blocked_rotary", mutates_args=())
@@ -179,19 +180,19 @@ def rotary(
 
     ``inverse``: rotate back, which is the gradient.
     """
-    return _rotated(query, cos, sin, inverse), _rotated(key, cos, sin, inverse)
+    return _rotate_heads(query, cos, sin, inverse), _rotate_heads(key, cos, sin, inverse)
 
 
 @rotary.register_fake
 def _(query: torch.Tensor, key: torch.Tensor, _cos: Any, _sin: Any, inverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    return _of_heads(query, inverse), _of_heads(key, inverse)
+    return _allocate_heads(query, inverse), _allocate_heads(key, inverse)
 
 
-def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -> torch.Tensor:
-    out = _of_heads(heads, inverse)
+def _rotate_heads(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool) -> torch.Tensor:
+    out = _allocate_heads(heads, inverse)
     half = heads.shape[-1] // 2
     first, second = slice(half), slice(half, None)
-    for part in _parts(heads.shape[2], len(heads)):
+    for part in _split_tokens(heads.shape[2], len(heads)):
         x, y, c, s = heads[:, :, part], out[:, :, part], cos[:, None, part], sin[:, None, part]
         torch.mul(x, c, out=y)
         if inverse:
@@ -203,9 +204,9 @@ def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse:
     return out
 
 
-def _of_heads(heads: torch.Tensor, inverse: bool) -> torch.Tensor:
+def _allocate_heads(heads: torch.Tensor, inverse: bool) -> torch.Tensor:
     """Return memory in the layout of the plain operations, in whose order norms of heads sum gradients."""
     return torch.empty_like(heads, memory_format=torch.contiguous_format if inverse else torch.preserve_format)
 
 
-differentiate_rotary(rotary)
+register_rotary_gradients(rotary)

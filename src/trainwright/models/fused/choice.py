@@ -18,7 +18,7 @@ def refuse_missing(requested: Kernels, vendor: str, capability: tuple[int, int],
         vendor: of the device, "CPU" for a CPU.
         missing: why Triton code cannot be compiled on the machine, or None.
     """
-    if requested == "triton" and (why := why_not_fused(vendor, capability, missing)) is not None:
+    if requested == "triton" and (why := explain_not_fused(vendor, capability, missing)) is not None:
         raise MachineError(f"model.kernels: triton is not possible here: {why}; set it to auto or eager")
 
 
@@ -30,15 +30,15 @@ def is_fused(requested: Kernels) -> bool:
     return requested == "triton"
 
 
-def reason_of_auto(vendor: str, capability: tuple[int, int], missing: str | None) -> str:
+def explain_auto(vendor: str, capability: tuple[int, int], missing: str | None) -> str:
     """Return why ``auto`` has plain operations on a GPU; the arguments are those of ``refuse_missing``."""
-    against = why_not_fused(vendor, capability, missing)
+    against = explain_not_fused(vendor, capability, missing)
     if against:
         return f"triton {against}"
     return "triton is possible, but its kernels were not measured on GPUs yet (`trainwright doctor kernels` tests them)"
 
 
-def why_not_fused(vendor: str, capability: tuple[int, int], missing: str | None) -> str | None:
+def explain_not_fused(vendor: str, capability: tuple[int, int], missing: str | None) -> str | None:
     """Return why a device cannot have the fused kernels, or None; the arguments are those of ``refuse_missing``."""
     if vendor == "CPU":
         return "needs an NVIDIA GPU, the device is a CPU"

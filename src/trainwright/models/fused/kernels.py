@@ -20,7 +20,7 @@ def _tanh(x):
 
 
 @triton.jit
-def _finished(x, softcap, logit_scale, CAPPED: tl.constexpr):
+def _finish_logits(x, softcap, logit_scale, CAPPED: tl.constexpr):
     """Scale and cap logits."""
     x = x * logit_scale
     if CAPPED:
@@ -54,7 +54,7 @@ def cross_entropy(
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     target = tl.load(targets + row)
-    chosen = _finished(tl.load(logits + target).to(tl.float32), softcap, logit_scale, CAPPED)
+    chosen = _finish_logits(tl.load(logits + target).to(tl.float32), softcap, logit_scale, CAPPED)
     largest = -float("inf")
     total = 0.0
     mean = 0.0
@@ -62,7 +62,9 @@ def cross_entropy(
     for begin in range(0, VOCABULARY, BLOCK):
         columns = begin + tl.arange(0, BLOCK)
         inside = columns < VOCABULARY
-        x = _finished(tl.load(logits + columns, mask=inside, other=0.0).to(tl.float32), softcap, logit_scale, CAPPED)
+        x = _finish_logits(
+            tl.load(logits + columns, mask=inside, other=0.0).to(tl.float32), softcap, logit_scale, CAPPED
+        )
         if SMOOTHED:
             mean += tl.sum(tl.where(inside, x, 0.0), 0)
         x = tl.where(inside, x, -float("inf"))
@@ -88,7 +90,7 @@ def cross_entropy(
             columns = begin + tl.arange(0, BLOCK)
             inside = columns < VOCABULARY
             raw = tl.load(logits + columns, mask=inside, other=0.0)
-            x = _finished(raw.to(tl.float32), softcap, logit_scale, CAPPED)
+            x = _finish_logits(raw.to(tl.float32), softcap, logit_scale, CAPPED)
             slope = tl.exp(x - largest) * scale
             slope -= tl.where(columns == target, 1 - smoothing, 0.0)
             if SMOOTHED:
@@ -186,7 +188,7 @@ def rms_norm_backward(
 
 
 @triton.jit
-def _activated(x, SILU: tl.constexpr):
+def _activate(x, SILU: tl.constexpr):
     """Return SiLU, or GELU by its tanh formula, and its derivative."""
     if SILU:
         chance = 1 / (1 + tl.exp(-x))
@@ -204,7 +206,7 @@ def gated(gate, up, out, count, SILU: tl.constexpr, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
     raw = tl.load(gate + index, mask=inside, other=0.0)
-    active, _ = _activated(raw.to(tl.float32), SILU)
+    active, _ = _activate(raw.to(tl.float32), SILU)
     other = tl.load(up + index, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + index, (active.to(raw.dtype).to(tl.float32) * other).to(raw.dtype), mask=inside)
 
@@ -217,13 +219,13 @@ def gated_backward(gradient, gate, up, of_gate, of_up, count, SILU: tl.constexpr
     raw = tl.load(gate + index, mask=inside, other=0.0)
     slope = tl.load(gradient + index, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(up + index, mask=inside, other=0.0).to(tl.float32)
-    active, derivative = _activated(raw.to(tl.float32), SILU)
+    active, derivative = _activate(raw.to(tl.float32), SILU)
     tl.store(of_gate + index, (slope * other * derivative).to(raw.dtype), mask=inside)
     tl.store(of_up + index, (slope * active).to(raw.dtype), mask=inside)
 
 
 @triton.jit
-def _rotated(
+def _rotate_heads(
     inputs,
     out,
     cos,
@@ -295,11 +297,11 @@ def rotary(
     row, position = token // tokens, token % tokens
     cos += row * cos_batch + position * cos_token
     sin += row * cos_batch + position * cos_token
-    _rotated(
+    _rotate_heads(
         query, query_out, cos, sin, row, position, query_heads, query_strides,
         QUERY_HEADS, SIZE, ROTATED, HALF, REST, INVERSE,
     )  # fmt: skip
-    _rotated(
+    _rotate_heads(
         key, key_out, cos, sin, row, position, key_heads, key_strides,
         KEY_HEADS, SIZE, ROTATED, HALF, REST, INVERSE,
     )  # fmt: skip

@@ -24,7 +24,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 @_disable_current_modes()
-def fuse(model: nn.Module) -> dict[str, int]:
+def fuse_modules(model: nn.Module) -> dict[str, int]:
     """Let the modules of ``model`` use the fused kernels in place; return how many of each kind do."""
     counts, norms = _replace(model, in_blocks=False)
     block: Any
@@ -32,8 +32,8 @@ def fuse(model: nn.Module) -> dict[str, int]:
     for block in list(model.modules()):
         norm, kind = getattr(block, _SECOND_NORM, None), type(block)
         eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-        if (formula := norms.get((type(norm), eps))) is not None and _adds_before_norm(kind):
-            block.__class__ = _adding(kind, eps, *formula)
+        if (formula := norms.get((type(norm), eps))) is not None and _has_addition_before_norm(kind):
+            block.__class__ = _build_adding_block(kind, eps, *formula)
             counts["residuals"] += 1
     return counts
 
@@ -55,29 +55,29 @@ def _replace(model: nn.Module, in_blocks: bool) -> tuple[dict[str, int], _Norms]
     counts = {"norms": 0, "gated activations": 0, "rotary positions": 0, "residuals": 0}
     norms: _Norms = {}
     for module in model.modules():
-        if (eps := _eps_of(module)) is not None:
+        if (eps := _find_eps(module)) is not None:
             key = type(module), eps
             if key not in norms:
-                norms[key] = _norm_formula(module, eps, in_blocks)
+                norms[key] = _find_norm_formula(module, eps, in_blocks)
             if (formula := norms[key]) is not None:
-                module.forward = MethodType(_norm(eps, *formula, type(module).forward, in_blocks), module)
+                module.forward = MethodType(_build_norm_forward(eps, *formula, type(module).forward, in_blocks), module)
                 counts["norms"] += 1
-        elif not in_blocks and (silu := _gated_formula(module)) is not None:
-            module.forward = MethodType(_gated(silu), module)
+        elif not in_blocks and (silu := _find_gated_formula(module)) is not None:
+            module.forward = MethodType(_build_gated_forward(silu), module)
             counts["gated activations"] += 1
-        elif _rotates(module, in_blocks):
-            module.forward = MethodType(_rotating(type(module).forward, in_blocks), module)
+        elif _can_fuse_rotary(module, in_blocks):
+            module.forward = MethodType(_build_rotating_forward(type(module).forward, in_blocks), module)
             counts["rotary positions"] += 1
     return counts, norms
 
 
-def _keeps_own(tensor: torch.Tensor, in_blocks: bool) -> bool:
+def _needs_own_operations(tensor: torch.Tensor, in_blocks: bool) -> bool:
     """Return whether a module computes ``tensor`` with its own operations."""
     fits = not in_blocks or (tensor.is_cpu and torch.is_grad_enabled() and not torch.compiler.is_compiling())
     return not fits or tensor.dtype == torch.float64
 
 
-def _eps_of(module: nn.Module) -> float | None:
+def _find_eps(module: nn.Module) -> float | None:
     """Return the constant of a module that may be a root-mean-square norm: its only tensor is a weight [H]."""
     parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     if list(parameters) != ["weight"] or buffers or parameters["weight"].dim() != 1 or "forward" in vars(module):
@@ -86,18 +86,20 @@ def _eps_of(module: nn.Module) -> float | None:
     return eps if isinstance(eps, float) else None
 
 
-def _norm_formula(module: nn.Module, eps: float, in_blocks: bool) -> tuple[bool, bool] | None:
+def _find_norm_formula(module: nn.Module, eps: float, in_blocks: bool) -> tuple[bool, bool] | None:
     """Return whether a norm adds 1 to its weight, and rounds before it multiplies; None if it is no such norm."""
     weight: Any = module.weight
     small: Any = copy.deepcopy(module, {id(weight): nn.Parameter(torch.empty(weight.shape))})
-    inputs = _numbers_like(small)
+    inputs = _fill_with_numbers(small)
     for formula in ((False, True), (False, False), (True, False), (True, True)):
-        if all(_same_norm(small.to(dtype), inputs.to(dtype), (eps, *formula), exactly=in_blocks) for dtype in _DTYPES):
+        if all(
+            _is_same_norm(small.to(dtype), inputs.to(dtype), (eps, *formula), exactly=in_blocks) for dtype in _DTYPES
+        ):
             return formula
     return None
 
 
-def _numbers_like(norm: nn.Module) -> torch.Tensor:
+def _fill_with_numbers(norm: nn.Module) -> torch.Tensor:
     """Fill a norm with numbers; return rows for it, some so small that its constant matters."""
     generator = torch.Generator().manual_seed(0)
     weight: Any = norm.weight
@@ -106,23 +108,25 @@ def _numbers_like(norm: nn.Module) -> torch.Tensor:
     return torch.randn(4, len(weight), generator=generator) * torch.tensor([[1.0], [30.0], [1e-3], [1e-2]])
 
 
-def _plain_norm(inputs: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool, rounded: bool) -> torch.Tensor:
+def _compute_plain_norm(
+    inputs: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool, rounded: bool
+) -> torch.Tensor:
     normal = inputs.float() * torch.rsqrt(inputs.float().pow(2).mean(-1, keepdim=True) + eps)
     factors = weight.float() + 1 if offset else weight.float()
     return ((normal.to(inputs.dtype).float() if rounded else normal) * factors).to(inputs.dtype)
 
 
-def _same_norm(norm: Any, inputs: torch.Tensor, formula: tuple[float, bool, bool], *, exactly: bool) -> bool:
+def _is_same_norm(norm: Any, inputs: torch.Tensor, formula: tuple[float, bool, bool], *, exactly: bool) -> bool:
     """Return whether a norm computes a formula, ``exactly`` as blocks do, with its gradients."""
     if exactly:
         weight: nn.Parameter = norm.weight
-        return _same_bits(lambda x, _: norm(x), lambda x, w: blocked.rms_norm(x, w, *formula)[0], inputs, weight)
+        return _has_same_bits(lambda x, _: norm(x), lambda x, w: blocked.rms_norm(x, w, *formula)[0], inputs, weight)
     with torch.no_grad():
         try:
             out = norm(inputs)
         except _NO_SUCH_MODULE:
             return False
-        expected = _plain_norm(inputs, norm.weight, *formula)
+        expected = _compute_plain_norm(inputs, norm.weight, *formula)
     if not isinstance(out, torch.Tensor) or out.dtype != expected.dtype:
         return False
     # In bf16 the order of roundings shows in some numbers of a row, unless it is the same.
@@ -133,30 +137,32 @@ _NO_SUCH_MODULE = (RuntimeError, TypeError, ValueError, AttributeError)
 
 
 @torch.enable_grad()
-def _same_bits(own: Callable[..., Any], other: Callable[..., Any], *inputs: torch.Tensor) -> bool:
+def _has_same_bits(own: Callable[..., Any], other: Callable[..., Any], *inputs: torch.Tensor) -> bool:
     """Return whether two functions of some tensors have the same results and gradients."""
     for each in inputs:
         each.requires_grad_()
     try:
-        results = [_with_gradients(function(*inputs), inputs) for function in (own, other)]
+        results = [_add_gradients(function(*inputs), inputs) for function in (own, other)]
     except _NO_SUCH_MODULE:
         return False
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def _with_gradients(outs: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _add_gradients(outs: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     outs = outs if isinstance(outs, tuple) else (outs,)
     return [*outs, *torch.autograd.grad(outs, inputs, [out.detach().cos() for out in outs])]
 
 
-def _norm(eps: float, offset: bool, rounded: bool, own: Any, in_blocks: bool) -> Callable[..., torch.Tensor]:
+def _build_norm_forward(
+    eps: float, offset: bool, rounded: bool, own: Any, in_blocks: bool
+) -> Callable[..., torch.Tensor]:
     norm = blocked.rms_norm if in_blocks else operators.rms_norm
 
     def forward(self: nn.Module, hidden_states: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
         weight: Any = self.weight
         wide = in_blocks and hidden_states.element_size() > 2  # whose parts take more time than the whole
         more = others or named  # such as a gate, which recurrent blocks give their norms
-        if more or weight.dtype != hidden_states.dtype or wide or _keeps_own(hidden_states, in_blocks):
+        if more or weight.dtype != hidden_states.dtype or wide or _needs_own_operations(hidden_states, in_blocks):
             result: torch.Tensor = own(self, hidden_states, *others, **named)
             return result
         return norm(hidden_states, weight, eps, offset, rounded)[0]
@@ -168,7 +174,7 @@ _SECOND_NORM = "post_attention_layernorm"
 
 
 @cache
-def _adds_before_norm(block: Any) -> bool:
+def _has_addition_before_norm(block: Any) -> bool:
     """Return whether a block adds its input to its attention, and the norm of the sum through its MLP to that.
 
     Its class's ``forward`` is called with an object of the class whose parts are known functions; its attention has to
@@ -196,7 +202,7 @@ def _adds_before_norm(block: Any) -> bool:
 
 
 @cache
-def _adding(block: Any, eps: float, offset: bool, rounded: bool) -> type[nn.Module]:
+def _build_adding_block(block: Any, eps: float, offset: bool, rounded: bool) -> type[nn.Module]:
     """Return a subclass of a block, of its name, whose first addition and second norm are one kernel.
 
     A class, as recomputation calls the ``forward`` of a block's class.
@@ -220,7 +226,7 @@ def _adding(block: Any, eps: float, offset: bool, rounded: bool) -> type[nn.Modu
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
-def _gated_formula(module: nn.Module) -> bool | None:
+def _find_gated_formula(module: nn.Module) -> bool | None:
     """Return whether a gated MLP has SiLU, False for GELU by its tanh formula; None if it is neither.
 
     Its class's ``forward`` is called with an object that has its activation, and projections of known results.
@@ -244,7 +250,7 @@ def _gated_formula(module: nn.Module) -> bool | None:
     return None
 
 
-def _gated(silu: bool) -> Callable[..., torch.Tensor]:
+def _build_gated_forward(silu: bool) -> Callable[..., torch.Tensor]:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down_proj(operators.gated(self.gate_proj(x), self.up_proj(x), silu))
         return out
@@ -252,7 +258,7 @@ def _gated(silu: bool) -> Callable[..., torch.Tensor]:
     return forward
 
 
-def _rotates(module: nn.Module, in_blocks: bool) -> bool:
+def _can_fuse_rotary(module: nn.Module, in_blocks: bool) -> bool:
     """Return whether a module's ``forward`` calls a function of its file that is the kernel's formula."""
     own: Any = type(module).forward
     if "forward" in vars(module) or _ROTARY not in getattr(getattr(own, "__code__", None), "co_names", ()):
@@ -272,28 +278,30 @@ def _is_rotary(function: Any, in_blocks: bool) -> bool:
         out = function(*heads, cos, sin)
     except _NO_SUCH_MODULE:
         return False
-    expected = [_plain_rotary(x, cos, sin) for x in heads]
+    expected = [_compute_plain_rotary(x, cos, sin) for x in heads]
     return len(out) == 2 and all(map(torch.allclose, out, expected))
 
 
 def _rotate_alike(function: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    return _same_bits(lambda q, k: function(q, k, cos, sin), lambda q, k: blocked.rotary(q, k, cos, sin, False), q, k)
+    return _has_same_bits(
+        lambda q, k: function(q, k, cos, sin), lambda q, k: blocked.rotary(q, k, cos, sin, False), q, k
+    )
 
 
-def _plain_rotary(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _compute_plain_rotary(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = heads.chunk(2, -1)
     return heads * cos[:, None] + torch.cat([-second, first], -1) * sin[:, None]
 
 
 @cache
-def _rotating(own: Any, in_blocks: bool) -> Callable[..., Any]:
+def _build_rotating_forward(own: Any, in_blocks: bool) -> Callable[..., Any]:
     """Return the ``forward`` of a class with other rotary positions.
 
     It is one function for all modules of the class, with a code object of its own: the compiler keeps what it has
     compiled with the code object, and finds it by a name among the globals of the function. Without a name of their
     own, it does not take these for those of the module.
     """
-    names = {**own.__globals__, _ROTARY: _rotary(own.__globals__[_ROTARY], in_blocks)}
+    names = {**own.__globals__, _ROTARY: _build_rotary(own.__globals__[_ROTARY], in_blocks)}
     del names["__name__"]
     rotating = FunctionType(own.__code__.replace(), names, own.__name__, own.__defaults__, own.__closure__)
     rotating.__module__ = own.__module__
@@ -301,11 +309,13 @@ def _rotating(own: Any, in_blocks: bool) -> Callable[..., Any]:
     return rotating
 
 
-def _rotary(own: Callable[..., Any], in_blocks: bool) -> Callable[..., Any]:
+def _build_rotary(own: Callable[..., Any], in_blocks: bool) -> Callable[..., Any]:
     rotary = blocked.rotary if in_blocks else operators.rotary
 
     def apply(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        fits = q.dtype == k.dtype == cos.dtype == sin.dtype and not _keeps_own(q, in_blocks) and cos.dim() == 3
+        fits = (
+            q.dtype == k.dtype == cos.dtype == sin.dtype and not _needs_own_operations(q, in_blocks) and cos.dim() == 3
+        )
         fits = fits and q.shape[-1] == k.shape[-1] == cos.shape[-1] and q.stride(-1) == k.stride(-1) == 1
         return (
             rotary(q, k, cos, sin, False) if fits and not args and not kwargs else own(q, k, cos, sin, *args, **kwargs)

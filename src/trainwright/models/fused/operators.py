@@ -67,7 +67,7 @@ def _launch_loss(
     assert logits.stride(1) == 1
     losses = logits.new_empty(len(logits), dtype=torch.float32)
     softcap, logit_scale, z_loss, smoothing = terms
-    block = min(_LARGEST_BLOCK, _power_of_two(logits.shape[1]))
+    block = min(_LARGEST_BLOCK, _round_up_to_power_of_two(logits.shape[1]))
     if len(logits):
         kernels.cross_entropy[(len(logits),)](
             logits,
@@ -115,11 +115,11 @@ def _launch_norm(
     total = inputs if residual is None else torch.empty_like(inputs)
     residual = inputs if residual is None else residual.contiguous()
     inverses = inputs.new_empty(rows, dtype=torch.float32)
-    block, (eps, offset, rounded) = _power_of_two(width), formula
+    block, (eps, offset, rounded) = _round_up_to_power_of_two(width), formula
     if rows:
         kernels.rms_norm[(rows,)](
             inputs, residual, weight, total, out, inverses, width, eps,
-            ADDED=total is not inputs, OFFSET=offset, ROUNDED=rounded, BLOCK=block, num_warps=_warps(block),
+            ADDED=total is not inputs, OFFSET=offset, ROUNDED=rounded, BLOCK=block, num_warps=_choose_warps(block),
         )  # fmt: skip
     return total, out, inverses
 
@@ -147,14 +147,15 @@ def rms_norm_backward(
 
     gradient, inputs = gradient.contiguous(), inputs.contiguous()
     rows, width = len(inverses), inputs.shape[-1]
-    per_program = _rows_of_program(rows)
-    programs, block = -(-rows // per_program), _power_of_two(width)
+    per_program = _choose_program_rows(rows)
+    programs, block = -(-rows // per_program), _round_up_to_power_of_two(width)
     of_inputs, parts = torch.empty_like(inputs), inputs.new_empty((programs, width), dtype=torch.float32)
     if rows:
         kernels.rms_norm_backward[(programs,)](
             gradient, inputs, weight, inverses, gradient if of_total is None else of_total.contiguous(),
             of_inputs, parts, rows, width,
-            ADDED=of_total is not None, OFFSET=offset, PER_PROGRAM=per_program, BLOCK=block, num_warps=_warps(block),
+            ADDED=of_total is not None, OFFSET=offset, PER_PROGRAM=per_program, BLOCK=block,
+            num_warps=_choose_warps(block),
         )  # fmt: skip
     return of_inputs, parts
 
@@ -163,7 +164,7 @@ def rms_norm_backward(
 def _(gradient: torch.Tensor, inputs: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     width = inputs.shape[-1]
     rows = inputs.numel() // width
-    programs = -(-rows // _rows_of_program(rows))
+    programs = -(-rows // _choose_program_rows(rows))
     of_inputs = torch.empty_like(inputs, memory_format=torch.contiguous_format)
     return of_inputs, inputs.new_empty((programs, width), dtype=torch.float32)
 
@@ -175,14 +176,14 @@ def _keep_norm(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _norm_backward(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+def _compute_norm_gradients(ctx: Any, gradient: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
     inputs, weight, inverses = ctx.saved_tensors
     of_inputs, parts = rms_norm_backward(gradient, inputs, weight, inverses, None, ctx.offset)
     of_weight = parts.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
     return of_inputs, of_weight, None, None, None
 
 
-rms_norm.register_autograd(_norm_backward, setup_context=_keep_norm)
+rms_norm.register_autograd(_compute_norm_gradients, setup_context=_keep_norm)
 
 
 @custom_op("trainwright::add_rms_norm", mutates_args=())
@@ -261,11 +262,11 @@ def _keep_gated(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(gate, up)
 
 
-def _gated_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _compute_gated_gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     return (*gated_backward(gradient, *ctx.saved_tensors, ctx.silu), None)
 
 
-gated.register_autograd(_gated_backward, setup_context=_keep_gated)
+gated.register_autograd(_compute_gated_gradients, setup_context=_keep_gated)
 
 
 @custom_op("trainwright::rotary", mutates_args=())
@@ -281,8 +282,8 @@ def rotary(
     assert query.stride(-1) == key.stride(-1) == 1
     cos, sin = cos.contiguous(), sin.contiguous()
     size, rotated = query.shape[-1], cos.shape[-1]
-    out, tokens = (_like(query), _like(key)), query.shape[2]
-    query_heads, key_heads, half = (_power_of_two(n) for n in (query.shape[1], key.shape[1], rotated // 2))
+    out, tokens = (_allocate_like(query), _allocate_like(key)), query.shape[2]
+    query_heads, key_heads, half = (_round_up_to_power_of_two(n) for n in (query.shape[1], key.shape[1], rotated // 2))
     if query.numel():
         kernels.rotary[(query.shape[0] * tokens,)](
             query,
@@ -302,25 +303,25 @@ def rotary(
             SIZE=size,
             ROTATED=rotated,
             HALF=half,
-            REST=_power_of_two(max(1, size - rotated)),
+            REST=_round_up_to_power_of_two(max(1, size - rotated)),
             INVERSE=inverse,
-            num_warps=max(4, _warps(max(query_heads, key_heads) * half)),
+            num_warps=max(4, _choose_warps(max(query_heads, key_heads) * half)),
         )
     return out
 
 
 @rotary.register_fake
 def _(query: torch.Tensor, key: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return _like(query), _like(key)
+    return _allocate_like(query), _allocate_like(key)
 
 
-def _like(heads: torch.Tensor) -> torch.Tensor:
+def _allocate_like(heads: torch.Tensor) -> torch.Tensor:
     """Return memory for [B, H, T, D] in which the heads of a token are next to each other."""
     rows, count, tokens, size = heads.shape
     return heads.new_empty((rows, tokens, count, size)).transpose(1, 2)
 
 
-def differentiate_rotary(operator: Any) -> None:
+def register_rotary_gradients(operator: Any) -> None:
     """Register the gradients of an operator with the arguments of ``rotary``: the heads' gradients, rotated back."""
 
     def keep(ctx: Any, inputs: Any, output: Any) -> None:
@@ -333,18 +334,18 @@ def differentiate_rotary(operator: Any) -> None:
     operator.register_autograd(backward, setup_context=keep)
 
 
-differentiate_rotary(rotary)
+register_rotary_gradients(rotary)
 
 
-def _rows_of_program(rows: int) -> int:
+def _choose_program_rows(rows: int) -> int:
     """Return how many rows a program of a norm's backward pass takes: a power of two, as each is compiled."""
-    return _power_of_two(-(-rows // _PROGRAMS))
+    return _round_up_to_power_of_two(-(-rows // _PROGRAMS))
 
 
-def _power_of_two(count: int) -> int:
+def _round_up_to_power_of_two(count: int) -> int:
     return 1 << max(0, count - 1).bit_length()
 
 
-def _warps(block: int) -> int:
+def _choose_warps(block: int) -> int:
     """Return the warps of a program with ``block`` numbers in registers: 16 for each thread, so that all fit."""
     return min(16, max(1, block // 512))

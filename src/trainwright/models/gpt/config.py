@@ -7,7 +7,7 @@ from typing import Any, Literal
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-from trainwright.models.gpt.variants import MODEL_TYPE, VARIANTS, expanded
+from trainwright.models.gpt.variants import MODEL_TYPE, VARIANTS, expand_config
 
 
 @strict
@@ -53,7 +53,7 @@ class GPTConfig(PreTrainedConfig):
             raise ValueError(f"unknown variant {self.variant}; choose from {', '.join(VARIANTS)}")
         # 0 and None mean that the key was omitted; a dropout of 0 is the default.
         fields = {name: value for name, value in vars(self).items() if value is False or value}
-        for name, value in expanded(fields).items():
+        for name, value in expand_config(fields).items():
             setattr(self, name, value)
         self.variant = None  # all values are set explicitly now
         self._check()

@@ -45,7 +45,7 @@ _GPT2_ENDS = {"embedding": "transformer.wte", "positions": "transformer.wpe", "n
 _LLAMA_ENDS = {"embedding": "model.embed_tokens", "norm": "model.norm"}
 
 
-def published(
+def convert_to_published(
     config: PretrainedConfig, tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 ) -> tuple[PretrainedConfig, Iterable[tuple[str, torch.Tensor]]]:
     """Convert the config and tensors of a GPT to the architecture of transformers that it is saved as.
@@ -58,7 +58,9 @@ def published(
     items = tensors.items() if isinstance(tensors, Mapping) else tensors
     if not isinstance(config, GPTConfig):
         return config, items
-    return _published_config(config), (_to_gpt2 if config.norm == "layer" else _to_llama)(config, items)
+    return _convert_config_to_published(config), (_convert_to_gpt2 if config.norm == "layer" else _convert_to_llama)(
+        config, items
+    )
 
 
 @torch.no_grad()
@@ -66,7 +68,7 @@ def from_transformers(model: PreTrainedModel, config: GPTConfig | None = None) -
     """Return a GPT with the weights of a GPT-2, Llama or Qwen3, in their dtype; it computes the same logits.
 
     Args:
-        config: the GPT's configuration, with the changes of a recipe; None: ``gpt_config`` of the model's.
+        config: the GPT's configuration, with the changes of a recipe; None: ``convert_config`` of the model's.
 
     Raises:
         RequestError: the architecture is another one, or uses a feature that the GPT does not have; the message names
@@ -74,17 +76,17 @@ def from_transformers(model: PreTrainedModel, config: GPTConfig | None = None) -
     """
     from trainwright.models.gpt.model import GPT
 
-    gpt = GPT(gpt_config(model.config) if config is None else config)
+    gpt = GPT(convert_config(model.config) if config is None else config)
     nn.Module.to(gpt, dtype=model.dtype)
     theirs = model.state_dict()
-    collect = _from_gpt2 if gpt.config.norm == "layer" else _from_llama
+    collect = _convert_from_gpt2 if gpt.config.norm == "layer" else _convert_from_llama
     for name, parameter in gpt.named_parameters():
         parameter.copy_(collect(name, theirs.__getitem__))
     gpt.generation_config = model.generation_config
     return gpt.train(model.training)
 
 
-def gpt_config(theirs: PretrainedConfig) -> GPTConfig:
+def convert_config(theirs: PretrainedConfig) -> GPTConfig:
     """Return the configuration of the GPT that is equivalent to a GPT-2, Llama or Qwen3 of transformers.
 
     Raises:
@@ -129,7 +131,7 @@ def _refuse_other(config: PretrainedConfig, supported: Mapping[str, tuple[Any, .
             )
 
 
-def _published_config(config: GPTConfig) -> PretrainedConfig:
+def _convert_config_to_published(config: GPTConfig) -> PretrainedConfig:
     from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
     common: dict[str, Any] = {name: getattr(config, name) for name in _IDS}
@@ -161,7 +163,7 @@ def _published_config(config: GPTConfig) -> PretrainedConfig:
     return Qwen3Config(**modern) if config.qk_norm else LlamaConfig(**modern, attention_dropout=config.dropout)
 
 
-def _parts(name: str) -> tuple[str, str, str]:
+def _split_name(name: str) -> tuple[str, str, str]:
     """Split a parameter name into the block number ("" outside blocks), the module, and the kind (weight or bias)."""
     module, _, kind = name.rpartition(".")
     module = module.removeprefix("decoder.")
@@ -171,52 +173,52 @@ def _parts(name: str) -> tuple[str, str, str]:
     return number, module, kind
 
 
-def _to_gpt2(config: GPTConfig, items: Iterable[tuple[str, torch.Tensor]]) -> Named:
+def _convert_to_gpt2(config: GPTConfig, items: Iterable[tuple[str, torch.Tensor]]) -> Named:
     for name, tensor in items:
-        theirs = _gpt2_name(name)
+        theirs = _build_gpt2_name(name)
         yield theirs, tensor.t() if _is_matrix_of_a_block(name) else tensor
-        number, module, kind = _parts(name)
+        number, module, kind = _split_name(name)
         if not config.bias and kind == "weight" and (number or module == "norm"):  # GPT-2 always has one
             size = tensor.shape[0]
             yield theirs.removesuffix("weight") + "bias", tensor.new_zeros(size)
 
 
-def _from_gpt2(name: str, theirs: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    tensor = theirs(_gpt2_name(name))
+def _convert_from_gpt2(name: str, theirs: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    tensor = theirs(_build_gpt2_name(name))
     return tensor.t() if _is_matrix_of_a_block(name) else tensor
 
 
-def _gpt2_name(name: str) -> str:
-    number, module, kind = _parts(name)
+def _build_gpt2_name(name: str) -> str:
+    number, module, kind = _split_name(name)
     if number:
         return f"transformer.h.{number}.{_GPT2_NAMES[module]}.{kind}"
     return f"{'lm_head' if module == 'head' else _GPT2_ENDS[module]}.{kind}"
 
 
 def _is_matrix_of_a_block(name: str) -> bool:
-    number, module, kind = _parts(name)
+    number, module, kind = _split_name(name)
     return bool(number) and kind == "weight" and not module.endswith("norm")
 
 
-def _to_llama(config: GPTConfig, items: Iterable[tuple[str, torch.Tensor]]) -> Named:
+def _convert_to_llama(config: GPTConfig, items: Iterable[tuple[str, torch.Tensor]]) -> Named:
     for name, tensor in items:
-        names = _llama_names(name)
-        yield from zip(names, tensor.split(_rows(config, name)) if len(names) > 1 else (tensor,), strict=True)
+        names = _list_llama_names(name)
+        yield from zip(names, tensor.split(_list_part_rows(config, name)) if len(names) > 1 else (tensor,), strict=True)
 
 
-def _from_llama(name: str, theirs: Callable[[str], torch.Tensor]) -> torch.Tensor:
-    return torch.cat([theirs(part) for part in _llama_names(name)])
+def _convert_from_llama(name: str, theirs: Callable[[str], torch.Tensor]) -> torch.Tensor:
+    return torch.cat([theirs(part) for part in _list_llama_names(name)])
 
 
-def _llama_names(name: str) -> list[str]:
-    number, module, kind = _parts(name)
+def _list_llama_names(name: str) -> list[str]:
+    number, module, kind = _split_name(name)
     if number:
         return [f"model.layers.{number}.{part}.{kind}" for part in _LLAMA_NAMES[module]]
     return [f"{'lm_head' if module == 'head' else _LLAMA_ENDS[module]}.{kind}"]
 
 
-def _rows(config: GPTConfig, name: str) -> list[int]:
+def _list_part_rows(config: GPTConfig, name: str) -> list[int]:
     """Return the number of rows of each part of a combined matrix."""
-    if _parts(name)[1] == "mlp.up":
+    if _split_name(name)[1] == "mlp.up":
         return [config.intermediate_size] * 2
     return [count * config.head_dim for count in (config.num_attention_heads, config.groups, config.groups)]

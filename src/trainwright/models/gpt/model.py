@@ -38,9 +38,9 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, config: GPTConfig, index: int) -> None:
         super().__init__()
-        self.attention_norm = _norm(config, config.hidden_size)
+        self.attention_norm = _build_norm(config, config.hidden_size)
         self.attention = SelfAttention(config, index)
-        self.mlp_norm = _norm(config, config.hidden_size)
+        self.mlp_norm = _build_norm(config, config.hidden_size)
         self.mlp = MLP(config)
 
     def forward(
@@ -70,9 +70,9 @@ class SelfAttention(nn.Module):
         self.is_causal = True
         self.dropout = config.dropout
         self.qkv = nn.Linear(config.hidden_size, (self.heads + 2 * self.groups) * self.head_dim, bias=bool(config.bias))
-        self.output = _onto_the_stream(nn.Linear(config.hidden_size, config.hidden_size, bias=bool(config.bias)))
-        self.query_norm = _norm(config, self.head_dim) if config.qk_norm else nn.Identity()
-        self.key_norm = _norm(config, self.head_dim) if config.qk_norm else nn.Identity()
+        self.output = _mark_onto_the_stream(nn.Linear(config.hidden_size, config.hidden_size, bias=bool(config.bias)))
+        self.query_norm = _build_norm(config, self.head_dim) if config.qk_norm else nn.Identity()
+        self.key_norm = _build_norm(config, self.head_dim) if config.qk_norm else nn.Identity()
 
     def forward(
         self,
@@ -92,7 +92,7 @@ class SelfAttention(nn.Module):
             query, key = _rotate(query, rotation), _rotate(key, rotation)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, attention_in_words)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.dropout if self.training else 0.0
         attended, _ = attend(self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **sequences)
         out: torch.Tensor = self.output(attended.reshape(rows, length, -1))
@@ -108,7 +108,9 @@ class MLP(nn.Module):
         self.approximation = "tanh" if config.mlp == "gelu_tanh" else "none"
         self.dropout = config.dropout
         self.up = nn.Linear(config.hidden_size, config.intermediate_size * (1 + self.gated), bias=bool(config.bias))
-        self.down = _onto_the_stream(nn.Linear(config.intermediate_size, config.hidden_size, bias=bool(config.bias)))
+        self.down = _mark_onto_the_stream(
+            nn.Linear(config.intermediate_size, config.hidden_size, bias=bool(config.bias))
+        )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Apply the MLP to ``hidden`` [B, L, H]."""
@@ -155,7 +157,7 @@ class Decoder(GPTBase):
         learned = config.position_embedding == "learned"
         self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size) if learned else None
         self.blocks = nn.ModuleList(TransformerBlock(config, index) for index in range(config.num_hidden_layers))
-        self.norm = _norm(config, config.hidden_size)
+        self.norm = _build_norm(config, config.hidden_size)
         self.post_init()
 
     def forward(
@@ -183,7 +185,7 @@ class Decoder(GPTBase):
         if self.positions is not None:
             hidden = hidden + self.positions(position_ids)
         else:
-            rotation = _rotation(position_ids, self.config.head_dim, self.config.rope_theta, hidden.dtype)
+            rotation = _compute_rotation(position_ids, self.config.head_dim, self.config.rope_theta, hidden.dtype)
         if self.config.dropout:
             hidden = F.dropout(hidden, self.config.dropout, self.training)
         for block in self.blocks:
@@ -231,7 +233,7 @@ class GPT(GPTBase, GenerationMixin):
         return CausalLMOutputWithPast(logits=logits, **cached)
 
 
-def attention_in_words(
+def eager_attention_forward(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -261,18 +263,18 @@ def attention_in_words(
     return (weights @ value).transpose(1, 2), weights
 
 
-def _norm(config: GPTConfig, size: int) -> nn.Module:
+def _build_norm(config: GPTConfig, size: int) -> nn.Module:
     if config.norm == "rms":
         return nn.RMSNorm(size, eps=config.norm_eps)
     return nn.LayerNorm(size, eps=config.norm_eps, bias=bool(config.bias))
 
 
-def _onto_the_stream(linear: nn.Linear) -> nn.Linear:
+def _mark_onto_the_stream(linear: nn.Linear) -> nn.Linear:
     linear.onto_the_stream = True  # type: ignore[assignment]
     return linear
 
 
-def _rotation(positions: torch.Tensor, size: int, theta: float, dtype: torch.dtype) -> Rotation:
+def _compute_rotation(positions: torch.Tensor, size: int, theta: float, dtype: torch.dtype) -> Rotation:
     """Return cosines and sines of the rotary angles in ``dtype``, computed in fp32; earlier pairs rotate faster."""
     places = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32)
     angles = positions[:, None, :, None].float() * theta ** (-places / size)

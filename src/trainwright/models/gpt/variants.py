@@ -31,7 +31,7 @@ _MODERN: dict[str, Any] = {
 }
 
 
-def _size(layers: int, heads: int, hidden: int, key_value_heads: int | None = None) -> dict[str, Any]:
+def _list_size_keys(layers: int, heads: int, hidden: int, key_value_heads: int | None = None) -> dict[str, Any]:
     return {
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
@@ -41,20 +41,20 @@ def _size(layers: int, heads: int, hidden: int, key_value_heads: int | None = No
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "gpt2": {**_size(12, 12, 768), **_GPT2},
-    "gpt2-medium": {**_size(24, 16, 1024), **_GPT2},
-    "gpt2-large": {**_size(36, 20, 1280), **_GPT2},
-    "gpt2-xl": {**_size(48, 25, 1600), **_GPT2},
-    "modern": {**_size(12, 12, 768, 4), **_MODERN},
-    "modern-medium": {**_size(24, 16, 1024, 4), **_MODERN},
-    "modern-large": {**_size(36, 20, 1280, 4), **_MODERN},
-    "modern-xl": {**_size(48, 25, 1600, 5), **_MODERN, "tie_word_embeddings": False},
+    "gpt2": {**_list_size_keys(12, 12, 768), **_GPT2},
+    "gpt2-medium": {**_list_size_keys(24, 16, 1024), **_GPT2},
+    "gpt2-large": {**_list_size_keys(36, 20, 1280), **_GPT2},
+    "gpt2-xl": {**_list_size_keys(48, 25, 1600), **_GPT2},
+    "modern": {**_list_size_keys(12, 12, 768, 4), **_MODERN},
+    "modern-medium": {**_list_size_keys(24, 16, 1024, 4), **_MODERN},
+    "modern-large": {**_list_size_keys(36, 20, 1280, 4), **_MODERN},
+    "modern-xl": {**_list_size_keys(48, 25, 1600, 5), **_MODERN, "tie_word_embeddings": False},
 }
 # The defaults of all keys: those of the smallest GPT-2.
 DEFAULTS: dict[str, Any] = VARIANTS["gpt2"]
 
 
-def expanded(config: Mapping[str, Any]) -> dict[str, Any]:
+def expand_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with all keys: those of its ``variant``, overridden by its own.
 
     Raises:

@@ -9,10 +9,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from trainwright.engine.event_reader import part_of
+from trainwright.engine.event_reader import find_curve_part
 from trainwright.errors import RequestError
-from trainwright.machine.cache import cache_root, try_write
-from trainwright.observe.reports.figures import PlottedCurve, RunFigures, curves_of
+from trainwright.machine.cache import find_cache_root, try_write
+from trainwright.observe.reports.figures import PlottedCurve, RunFigures, build_curves
 from trainwright.utils.installation import install_command
 
 AXES = {"step": "Step", "tokens": "Tokens", "seconds": "Seconds of training", "flops": "FLOPs"}
@@ -22,106 +22,112 @@ _LOGARITHMIC = 30.0  # ratio of the largest to the smallest value
 Specification = dict[str, Any]
 
 
-def curve_charts(runs: Sequence[RunFigures]) -> list[Specification]:
+def build_curve_charts(runs: Sequence[RunFigures]) -> list[Specification]:
     """Return a chart for every curve that any of the runs has, with a line for each run.
 
     Each point has its place on every axis of ``AXES``, so that a page can change the axis.
     """
-    names = _distinct(runs)
-    every = [curves_of(run) for run in runs]
+    names = _choose_distinct_names(runs)
+    every = [build_curves(run) for run in runs]
     places = [{axis: run.positions(axis) for axis in AXES} for run in runs]
     charts = []
     for curve in dict.fromkeys(name for curves in every for name in curves):
         rows = []
         for name, curves, places_of in zip(names, every, places, strict=True):
-            rows += _rows(curves[curve], name, places_of) if curve in curves else []
+            rows += _build_rows(curves[curve], name, places_of) if curve in curves else []
         shown = next(curves[curve] for curves in every if curve in curves)
         # The shape of a schedule shows on a linear axis; it may end close to 0.
-        charts.append(_lines(shown.title, shown.unit, rows, several=len(runs) > 1, linear=curve == "learning_rate"))
+        charts.append(
+            _build_line_chart(shown.title, shown.unit, rows, several=len(runs) > 1, linear=curve == "learning_rate")
+        )
     return charts
 
 
-def _rows(curve: PlottedCurve, run: str, places: Mapping[str, Mapping[int, float]]) -> list[dict[str, Any]]:
+def _build_rows(curve: PlottedCurve, run: str, places: Mapping[str, Mapping[int, float]]) -> list[dict[str, Any]]:
     """Return a row for each point; ``part`` counts the gaps before it, ``alone`` says that it is between two."""
     rows = []
     for index, (step, value) in enumerate(curve.points):
-        row = {axis: _near(places[axis], step) for axis in AXES} | {"step": step, "value": value, "run": run}
-        row |= {smoothing_field(weight): values[index] for weight, values in curve.smoothed.items()}
-        rows.append(row | {"part": part_of(curve.breaks, step)})
+        row = {axis: _find_place(places[axis], step) for axis in AXES} | {"step": step, "value": value, "run": run}
+        row |= {name_smoothing_field(weight): values[index] for weight, values in curve.smoothed.items()}
+        rows.append(row | {"part": find_curve_part(curve.breaks, step)})
     sizes = Counter(row["part"] for row in rows)
     return [row | {"alone": True} if sizes[row["part"]] == 1 else row for row in rows]
 
 
-def smoothing_field(weight: float) -> str:
+def name_smoothing_field(weight: float) -> str:
     """Return the field of the rows of a chart with the values that are smoothed."""
     return f"smoothed-{str(weight).partition('.')[2]}"
 
 
-def time_chart(title: str, unit: str, rows: list[dict[str, Any]]) -> Specification:
+def build_time_chart(title: str, unit: str, rows: list[dict[str, Any]]) -> Specification:
     """Return a chart over the seconds since a run began, with a line for each rank.
 
     Args:
         rows: ``after``, ``value`` and ``run``, the name of the line.
     """
-    return _lines(title, unit, rows, several=len({row["run"] for row in rows}) > 1, axis=("after", "Seconds"))
+    return _build_line_chart(
+        title, unit, rows, several=len({row["run"] for row in rows}) > 1, axis=("after", "Seconds")
+    )
 
 
-def heat_chart(title: str, rows: Sequence[Mapping[str, Any]]) -> Specification:
+def build_heat_chart(title: str, rows: Sequence[Mapping[str, Any]]) -> Specification:
     """Return a chart of shares by rank and category. ``rows``: ``rank``, ``part`` and ``share``."""
     rank = {"field": "rank", "type": "ordinal", "title": "Rank", "axis": {"labelAngle": 0}}
     share = {"field": "share", "type": "quantitative", "title": "Share", "legend": {"format": ".0%"}}
-    return _chart(title, 60 + 24 * _parts(rows), rows, {"type": "rect"}, {"x": rank, "y": _PART, "color": share})
+    return _build_chart(
+        title, 60 + 24 * _count_parts(rows), rows, {"type": "rect"}, {"x": rank, "y": _PART, "color": share}
+    )
 
 
-def point_chart(key: str, metric: str, rows: Sequence[Mapping[str, Any]]) -> Specification:
+def build_point_chart(key: str, metric: str, rows: Sequence[Mapping[str, Any]]) -> Specification:
     """Return a chart of a metric by the values of a key. ``rows``: ``scale_type``, ``value``, ``run`` and ``steps``."""
     numbers = [row["place"] for row in rows if isinstance(row["place"], float)]
     is_rate = key.endswith("rate") and min(numbers, default=0.0) > 0
-    scale = {**_around(numbers), **({"type": "log"} if is_rate else {})}
+    scale = {**_choose_scale(numbers), **({"type": "log"} if is_rate else {})}
     scale_type = {"type": "quantitative", "scale": scale} if len(numbers) == len(rows) else {"type": "nominal"}
     value = {"field": "value", "type": "quantitative", "title": metric}
     encoding = {
         "x": {"field": "place", "title": key, **scale_type},
-        "y": {**value, "scale": _around([row["value"] for row in rows])},
+        "y": {**value, "scale": _choose_scale([row["value"] for row in rows])},
         "color": {"field": "steps", **_LEGEND},
         "tooltip": [{"field": "run", "type": "nominal"}, value],
     }
     mark = {"type": "point", "filled": True, "size": 80}
-    return {**_chart(key, _HEIGHT, rows, mark, encoding), "description": f"{metric} by {key}"}
+    return {**_build_chart(key, _HEIGHT, rows, mark, encoding), "description": f"{metric} by {key}"}
 
 
-def bar_chart(title: str, parts: Mapping[str, float], unit: str) -> Specification:
+def build_bar_chart(title: str, parts: Mapping[str, float], unit: str) -> Specification:
     """Return a chart with a bar for each part."""
     rows = [{"part": part, "value": value} for part, value in parts.items()]
-    return _chart(title, 60 + 24 * len(rows), rows, {"type": "bar"}, _bars(unit))
+    return _build_chart(title, 60 + 24 * len(rows), rows, {"type": "bar"}, _encode_bars(unit))
 
 
-def pair_chart(title: str, rows: Sequence[Mapping[str, Any]], unit: str) -> Specification:
+def build_pair_chart(title: str, rows: Sequence[Mapping[str, Any]], unit: str) -> Specification:
     """Return a chart with two bars for each part. ``rows``: ``part``, ``kind`` and ``value``."""
     kinds = {"yOffset": {"field": "kind", "sort": None}, "color": {"field": "kind", "sort": None, **_LEGEND}}
-    return _chart(title, 80 + 28 * _parts(rows), rows, {"type": "bar"}, {**_bars(unit), **kinds})
+    return _build_chart(title, 80 + 28 * _count_parts(rows), rows, {"type": "bar"}, {**_encode_bars(unit), **kinds})
 
 
 _PART = {"field": "part", "type": "nominal", "sort": None, "title": None}
 _LEGEND = {"type": "nominal", "title": None, "legend": {"orient": "top"}}
 
 
-def _bars(unit: str) -> dict[str, Any]:
+def _encode_bars(unit: str) -> dict[str, Any]:
     return {"y": _PART, "x": {"field": "value", "type": "quantitative", "title": unit}}
 
 
-def _parts(rows: Sequence[Mapping[str, Any]]) -> int:
+def _count_parts(rows: Sequence[Mapping[str, Any]]) -> int:
     return len({row["part"] for row in rows})
 
 
-def _chart(
+def _build_chart(
     title: str, height: int, rows: Sequence[Mapping[str, Any]], mark: dict[str, Any], encoding: dict[str, Any]
 ) -> Specification:
     head = {"title": title, "description": title, "height": height, "data": {"values": list(rows)}}
     return {**head, "mark": {**mark, "tooltip": True}, "encoding": encoding}
 
 
-def _around(values: Sequence[float]) -> dict[str, Any]:
+def _choose_scale(values: Sequence[float]) -> dict[str, Any]:
     """Return a scale from the lowest to the highest value, logarithmic if they are far apart."""
     low, high = min(values, default=0.0), max(values, default=0.0)
     ends = {"domain": [low, high], "padding": 12} if low < high else {}
@@ -129,7 +135,7 @@ def _around(values: Sequence[float]) -> dict[str, Any]:
 
 
 @cache
-def script() -> str:
+def read_script() -> str:
     """Return Vega, Vega-Lite and vega-embed as one script, from the package vl-convert-python.
 
     Raises:
@@ -141,7 +147,7 @@ def script() -> str:
         raise RequestError(
             f"a report needs vl-convert-python, which has the script of its charts; {install_command('report')}"
         ) from None
-    cached = cache_root() / "scripts" / f"vega-{version('vl-convert-python')}.js"
+    cached = find_cache_root() / "scripts" / f"vega-{version('vl-convert-python')}.js"
     try:
         return cached.read_text(encoding="utf-8")
     except (OSError, ValueError):
@@ -150,7 +156,7 @@ def script() -> str:
         return bundle
 
 
-def _lines(
+def _build_line_chart(
     title: str,
     unit: str,
     rows: list[dict[str, Any]],
@@ -209,14 +215,14 @@ def _lines(
     }
 
 
-def _near(places: Mapping[int, float], step: int) -> float:
+def _find_place(places: Mapping[int, float], step: int) -> float:
     """Return the place of a step: of the last one before it if its own is missing, 0 before the first."""
     if step not in places:
         step = max((earlier for earlier in places if earlier < step), default=0)
     return places.get(step, 0.0)
 
 
-def _distinct(runs: Sequence[RunFigures]) -> list[str]:
+def _choose_distinct_names(runs: Sequence[RunFigures]) -> list[str]:
     """Return the runs' names, as paths where several have the same name."""
     names = [run.name for run in runs]
     return [str(Path(run.directory)) if names.count(run.name) > 1 else run.name for run in runs]

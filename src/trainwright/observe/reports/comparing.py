@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import RequestError
-from trainwright.observe.reports.charts import curve_charts
-from trainwright.observe.reports.figures import RunFigures, is_run, mapping
-from trainwright.observe.reports.page import CURVE_MENU, Page, escaped, section, table
-from trainwright.recipe.yaml_text import values_by_key
+from trainwright.observe.reports.charts import build_curve_charts
+from trainwright.observe.reports.figures import RunFigures, is_run, to_mapping
+from trainwright.observe.reports.page import CURVE_MENU, Page, format_section, format_table, to_html
+from trainwright.recipe.yaml_text import iterate_values
 from trainwright.utils import text
-from trainwright.utils.paths import user_path, write_file
+from trainwright.utils.paths import expand_user_path, write_file
 
 # The same in no two runs.
 _OWN = ("logging.run_directory",)
@@ -46,17 +46,19 @@ class RunsCompared:
     page: Path | None = None
 
     def lines(self, width: int | None = None) -> Iterator[str]:
-        """Yield the comparison as text, see `text.table`."""
-        yield from text.table([list(SUMMARY_HEAD), *summary_rows(self.runs)], width)
+        """Yield the comparison as text, see `text.format_table`."""
+        yield from text.format_table([list(SUMMARY_HEAD), *iterate_summary_rows(self.runs)], width)
         yield ""
         yield from (f"{run.name} {run.parent}" for run in self.runs if run.parent)
         yield from (f"warning: {note}".replace("\n", " ") for note in self.notes)
         if self.evaluations:
-            yield from text.table([list(DIFFERENCE_HEAD), *map(difference_row, self.evaluations)], width)
+            yield from text.format_table([list(DIFFERENCE_HEAD), *map(format_difference, self.evaluations)], width)
             yield ""
         if self.recipes:
             names = [run.name for run in self.runs]
-            yield from text.table([["Key", *names], *([key, *values] for key, values in self.recipes.items())], width)
+            yield from text.format_table(
+                [["Key", *names], *([key, *values] for key, values in self.recipes.items())], width
+            )
         else:
             yield "the recipes are the same"
 
@@ -84,7 +86,7 @@ def compare(
         ({}, [0.0])
     """
     paths = [Path(each) for run in runs for each in ([run] if isinstance(run, (str, PathLike)) else run)]
-    directories = [directory for each in paths for directory in _runs_in(each)]
+    directories = [directory for each in paths for directory in _list_runs(each)]
     figures = [RunFigures.read(directory) for directory in directories]
     if len(figures) < 2:
         only = f", and {directories[0]} is one" if directories else ""
@@ -92,18 +94,20 @@ def compare(
             f"compare needs at least two runs{only}; name another one, or a directory with several: "
             "trainwright compare runs/a runs/b"
         )
-    file = None if out is None else user_path(out)
+    file = None if out is None else expand_user_path(out)
     if file is not None:
         try:
-            write_file(file, comparison_page(figures))
+            write_file(file, build_comparison_page(figures))
         except OSError as error:
             raise RequestError(f"{file}: {error.strerror}") from None
-    return RunsCompared(figures, recipe_differences(figures), paired_differences(figures), notes_on(figures), file)
+    return RunsCompared(
+        figures, find_recipe_differences(figures), compute_paired_differences(figures), list_notes(figures), file
+    )
 
 
-def _runs_in(directory: Path) -> list[Path]:
+def _list_runs(directory: Path) -> list[Path]:
     """Return the directory if it is a run, else the runs in it; if there is none the directory, to be refused."""
-    folder = user_path(directory)
+    folder = expand_user_path(directory)
     if is_run(folder) or not folder.is_dir():
         return [directory]
     return sorted(filter(is_run, folder.iterdir())) or [directory]
@@ -132,55 +136,55 @@ class Difference:
     evaluations: int
 
 
-def recipe_differences(runs: Sequence[RunFigures]) -> dict[str, list[str]]:
+def find_recipe_differences(runs: Sequence[RunFigures]) -> dict[str, list[str]]:
     """Return the keys whose values differ, with the value of every run."""
-    flat = [dict(values_by_key(run.recipe)) for run in runs]
+    flat = [dict(iterate_values(run.recipe)) for run in runs]
     keys = sorted({key for values in flat for key in values} - set(_OWN))
-    rows = {key: [_shown(values.get(key, _MISSING)) for values in flat] for key in keys}
-    return {key: [_shortened(value) for value in values] for key, values in rows.items() if len(set(values)) > 1}
+    rows = {key: [_format_value(values.get(key, _MISSING)) for values in flat] for key in keys}
+    return {key: [_shorten_value(value) for value in values] for key, values in rows.items() if len(set(values)) > 1}
 
 
-def paired_differences(runs: Sequence[RunFigures]) -> list[Difference]:
+def compute_paired_differences(runs: Sequence[RunFigures]) -> list[Difference]:
     """Return the validation metrics of each run beside those of the first one, if both have the same data."""
     first, differences = runs[0], []
-    of_first = _evaluations(first)
+    of_first = _collect_evaluations(first)
     for run in runs[1:]:
-        if _other_data(first, run, "validation"):
+        if _describe_other_data(first, run, "validation"):
             continue
-        for metric, values in _evaluations(run).items():
+        for metric, values in _collect_evaluations(run).items():
             steps = sorted(of_first.get(metric, {}).keys() & values.keys())
             if steps:
                 best = min if is_lower_better(metric) else max
                 pairs = [(of_first[metric][step], values[step]) for step in steps]
                 best_pair = best(pair[0] for pair in pairs), best(pair[1] for pair in pairs)
-                interval = _interval(run, metric, steps[-1])
+                interval = _find_interval(run, metric, steps[-1])
                 differences.append(Difference(metric, run.name, steps[-1], pairs[-1], best_pair, interval, len(steps)))
     return differences
 
 
-def notes_on(runs: Sequence[RunFigures]) -> list[str]:
+def list_notes(runs: Sequence[RunFigures]) -> list[str]:
     """Return what is wrong with the files of each run, and a sentence for each that was trained or validated on other
     data than the first one, with the keys.
     """
     notes = [f"{run.name}: {note}" for run in runs for note in run.notes]
     for run in runs[1:]:
         names = f"{run.name} and {runs[0].name}"
-        if keys := _other_data(runs[0], run, "validation"):
+        if keys := _describe_other_data(runs[0], run, "validation"):
             notes.append(
                 f"{names} were validated on different data ({keys}): their validation metrics are not comparable; "
                 "evaluate both on the same rows, with trainwright eval RUN --data FILE --against RUN"
             )
-        if keys := _other_data(runs[0], run, "train"):
+        if keys := _describe_other_data(runs[0], run, "train"):
             notes.append(f"{names} were trained on different data ({keys}): their training losses are not comparable")
     return notes
 
 
-def _other_data(first: RunFigures, run: RunFigures, split: str) -> str:
+def _describe_other_data(first: RunFigures, run: RunFigures, split: str) -> str:
     """Return what makes the data of a split different, as the keys of the recipes that differ; "" if it is the same."""
     held_out = not any(
-        isinstance(mapping(each.recipe.get("data")).get("validation"), (str, list, dict)) for each in (first, run)
+        isinstance(to_mapping(each.recipe.get("data")).get("validation"), (str, list, dict)) for each in (first, run)
     )
-    keys = [key for key in recipe_differences([first, run]) if _concerns(key, split, held_out=held_out)]
+    keys = [key for key in find_recipe_differences([first, run]) if _decides_tokens(key, split, held_out=held_out)]
     one, other = (each.start.get("fingerprints", {}).get(split) for each in (first, run))
     if one is not None and other is not None:
         return "" if one == other else ", ".join(keys) or "their rows have changed"
@@ -188,7 +192,7 @@ def _other_data(first: RunFigures, run: RunFigures, split: str) -> str:
     return ", ".join(key for key in keys if key.startswith("data."))
 
 
-def _concerns(key: str, split: str, *, held_out: bool) -> bool:
+def _decides_tokens(key: str, split: str, *, held_out: bool) -> bool:
     """Return whether a key decides what the tokens of a split are.
 
     Args:
@@ -206,13 +210,13 @@ def is_lower_better(metric: str) -> bool:
     return any(word in name for word in _LOWER_IS_BETTER)
 
 
-def summary_rows(runs: Sequence[RunFigures]) -> Iterator[list[str]]:
+def iterate_summary_rows(runs: Sequence[RunFigures]) -> Iterator[list[str]]:
     """Yield a row of figures for each run."""
     for run in runs:
-        last = text.metric(float(run.steps[-1]["loss"])) if run.steps else _MISSING
-        best = text.metric(run.best[1]) if run.best else _MISSING
-        speed = f"{text.count(run.tokens_per_second)} tokens/s" if run.tokens_per_second else _MISSING
-        trained = text.duration(sum(float(event["step_time"]) for event in run.steps))
+        last = text.format_metric(float(run.steps[-1]["loss"])) if run.steps else _MISSING
+        best = text.format_metric(run.best[1]) if run.best else _MISSING
+        speed = f"{text.format_count(run.tokens_per_second)} tokens/s" if run.tokens_per_second else _MISSING
+        trained = text.format_duration(sum(float(event["step_time"]) for event in run.steps))
         yield [run.name, run.status, f"{run.step:,}", last, best, speed, trained]
 
 
@@ -221,7 +225,7 @@ _OF_FIRST = ("First run's", "Difference")
 DIFFERENCE_HEAD = ("Metric", "Run", "Best", *_OF_FIRST, "Last", *_OF_FIRST, "At step", "Evaluations")
 
 
-def difference_row(difference: Difference) -> list[str]:
+def format_difference(difference: Difference) -> list[str]:
     """Return a difference as text."""
     (best, own_best), (last, own_last) = difference.best, difference.last
     interval = "" if difference.interval is None else " ({:.4g} to {:.4g})".format(*difference.interval)
@@ -230,28 +234,28 @@ def difference_row(difference: Difference) -> list[str]:
     return [difference.metric, difference.run, *at_best, *at_last, f"{difference.step:,}", str(difference.evaluations)]
 
 
-def comparison_page(runs: Sequence[RunFigures]) -> str:
+def build_comparison_page(runs: Sequence[RunFigures]) -> str:
     """Return runs beside one another as a page. Raises RequestError if the script of charts is missing."""
     names = [run.name for run in runs]
     page = Page(f"{' and '.join(names[:3])} - Trainwright")
     page.add("<header><h1>Comparison of runs</h1></header>")
-    page.add(section("Runs", table(SUMMARY_HEAD, summary_rows(runs))))
-    page.add("".join(f"<p>{escaped(f'{run.name} {run.parent}')}</p>" for run in runs if run.parent))
-    page.add("".join(f'<p class="warn">{escaped(note)}</p>' for note in notes_on(runs)))
-    page.add(section("Curves", CURVE_MENU, page.charts(curve_charts(runs))))
-    if rows := [difference_row(each) for each in paired_differences(runs)]:
+    page.add(format_section("Runs", format_table(SUMMARY_HEAD, iterate_summary_rows(runs))))
+    page.add("".join(f"<p>{to_html(f'{run.name} {run.parent}')}</p>" for run in runs if run.parent))
+    page.add("".join(f'<p class="warn">{to_html(note)}</p>' for note in list_notes(runs)))
+    page.add(format_section("Curves", CURVE_MENU, page.add_charts(build_curve_charts(runs))))
+    if rows := [format_difference(each) for each in compute_paired_differences(runs)]:
         note = (
             "<p>At the steps after which both were evaluated, without the untrained model. Lower is better for losses. "
             "The interval is that of the rows (Wilson).</p>"
         )
-        page.add(section("Evaluations, paired by step", note, table(DIFFERENCE_HEAD, rows)))
-    differences = [[key, *values] for key, values in recipe_differences(runs).items()]
+        page.add(format_section("Evaluations, paired by step", note, format_table(DIFFERENCE_HEAD, rows)))
+    differences = [[key, *values] for key, values in find_recipe_differences(runs).items()]
     same = "<p>The recipes are the same.</p>"
-    page.add(section("Recipes", table(["Key", *names], differences) if differences else same))
+    page.add(format_section("Recipes", format_table(["Key", *names], differences) if differences else same))
     return page.render()
 
 
-def _evaluations(run: RunFigures) -> dict[str, dict[int, float]]:
+def _collect_evaluations(run: RunFigures) -> dict[str, dict[int, float]]:
     values_by_metric: dict[str, dict[int, float]] = {}
     for event in run.evaluations:
         if event["step"] == 0:
@@ -262,15 +266,15 @@ def _evaluations(run: RunFigures) -> dict[str, dict[int, float]]:
     return values_by_metric
 
 
-def _interval(run: RunFigures, metric: str, step: int) -> tuple[float, float] | None:
+def _find_interval(run: RunFigures, metric: str, step: int) -> tuple[float, float] | None:
     event = next(event for event in reversed(run.evaluations) if event["step"] == step)
     interval = event.get("intervals", {}).get(metric)
     return (float(interval[0]), float(interval[1])) if interval else None
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
-def _shortened(value: str) -> str:
+def _shorten_value(value: str) -> str:
     return value if len(value) <= _LONGEST_VALUE else f"{value[:_LONGEST_VALUE]}..."

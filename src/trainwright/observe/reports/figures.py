@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 
 from trainwright import __version__
 from trainwright.engine.checkpoints.manifest import is_checkpoint
-from trainwright.engine.event_reader import EventRecord, lost_between, read_log, read_recipe
+from trainwright.engine.event_reader import EventRecord, has_lost_steps, read_log, read_recipe
 from trainwright.errors import RequestError
 from trainwright.machine.sharing import is_locked
 from trainwright.observe.following import RunFollower
@@ -66,15 +66,15 @@ class RunFigures:
             why = "it is a checkpoint" if is_checkpoint(path) else "it has no recipe.yaml"
             raise RequestError(f"{path}: {f'is not a run directory: {why}' if path.is_dir() else 'no such directory'}")
         log = read_log(path / "events.jsonl")
-        return cls(path, log.history, log.everything, log.damage, not ended and _trains(path))
+        return cls(path, log.history, log.everything, log.damage, not ended and _is_training(path))
 
     @classmethod
     def followed(cls, run: RunFollower) -> RunFigures:
         """Return the figures of a run that is followed, without its steps but the newest event."""
         newest = [run.newest] if run.newest is not None and run.newest["event"] == "step" else []
-        damage, trains = [], _trains(run.directory)
+        damage, trains = [], _is_training(run.directory)
         if run.damaged:
-            damage.append(f"events.jsonl: {text.plural(run.damaged, 'damaged line', 'damaged lines')} left out")
+            damage.append(f"events.jsonl: {text.format_plural(run.damaged, 'damaged line', 'damaged lines')} left out")
         if run.is_cut_off:
             damage.append("events.jsonl: a line is too long; what follows is not read")
         if run.half_written and not trains:
@@ -84,20 +84,20 @@ class RunFigures:
     @property
     def newer(self) -> str:
         """Return a sentence if a newer version than this one has written the run; "" otherwise."""
-        written = _name(self.start.get("versions", {}).get("trainwright"))
-        if _numbers(written) <= _numbers(__version__):
+        written = _format_name(self.start.get("versions", {}).get("trainwright"))
+        if _parse_version(written) <= _parse_version(__version__):
             return ""
         return f"written by trainwright {written}, newer than this one ({__version__}), which may not know all of it"
 
     @property
     def parent(self) -> str:
         """Return from which checkpoint of another run the run started, in words; "" if it did not."""
-        parent = mapping(self.start.get("parent"))
+        parent = to_mapping(self.start.get("parent"))
         if not parent:
             return ""
         state = "" if parent.get("optimizer_state") else ", without the optimizer's state"
-        checksum = _name(parent.get("sha256"))[:12]
-        return f"starts from step {parent.get('step')} of {_name(parent.get('run'))} (sha256 {checksum}){state}"
+        checksum = _format_name(parent.get("sha256"))[:12]
+        return f"starts from step {parent.get('step')} of {_format_name(parent.get('run'))} (sha256 {checksum}){state}"
 
     @property
     def name(self) -> str:
@@ -139,13 +139,13 @@ class RunFigures:
     @property
     def task(self) -> str:
         """Return the task of the recipe."""
-        return _name(self.recipe.get("task"))
+        return _format_name(self.recipe.get("task"))
 
     @property
     def model(self) -> str:
         """Return the name of the model, or the type of a model that the recipe describes."""
-        section = mapping(self.recipe.get("model"))
-        return _name(section.get("name") or mapping(section.get("config")).get("model_type"))
+        section = to_mapping(self.recipe.get("model"))
+        return _format_name(section.get("name") or to_mapping(section.get("config")).get("model_type"))
 
     @cached_property
     def status(self) -> str:
@@ -156,7 +156,7 @@ class RunFigures:
             return "training"
         last = next((event for event in reversed(self.events) if event["event"] in ("start", "finish")), None)
         if last is not None and last["event"] == "finish":
-            return _name(last.get("status", "finished"))
+            return _format_name(last.get("status", "finished"))
         without_notices = [event for event in self.everything if event["event"] != "notice"]
         return "failed" if without_notices and without_notices[-1]["event"] == "fault" else "ended"
 
@@ -247,24 +247,24 @@ def is_run(directory: Path) -> bool:
     return os.path.lexists(directory / RECIPE) and not is_checkpoint(directory)
 
 
-def mapping(value: Any) -> Mapping[str, Any]:
+def to_mapping(value: Any) -> Mapping[str, Any]:
     """Return a value if it is a mapping; otherwise an empty one."""
     return value if isinstance(value, dict) else {}
 
 
-def _name(value: Any) -> str:
+def _format_name(value: Any) -> str:
     """Return a name as text that fits into a table."""
     return "" if value is None else str(value)[:_LONGEST_NAME]
 
 
-def _trains(directory: Path) -> bool:
+def _is_training(directory: Path) -> bool:
     try:
         return is_locked(directory)
     except OSError:  # deleted meanwhile, or not readable
         return False
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _parse_version(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d{1,9}", version)[:3])
 
 
@@ -286,7 +286,7 @@ class PlottedCurve:
     smoothed: dict[float, list[float]] = field(default_factory=dict)
 
 
-def curves_of(run: RunFigures, limit: int = 1000) -> dict[str, PlottedCurve]:
+def build_curves(run: RunFigures, limit: int = 1000) -> dict[str, PlottedCurve]:
     """Return the curves of a run by name: those of ``CURVES``, metrics of steps, and validation metrics as
     ``validation/METRIC``.
 
@@ -294,28 +294,28 @@ def curves_of(run: RunFigures, limit: int = 1000) -> dict[str, PlottedCurve]:
         limit: points of a curve; a longer one is thinned, with the extremes of each part kept.
     """
     curves: dict[str, PlottedCurve] = {}
-    lost = [(before, after) for before, after in pairwise(run.steps) if lost_between(before, after)]
+    lost = [(before, after) for before, after in pairwise(run.steps) if has_lost_steps(before, after)]
     for name, (title, unit) in CURVES.items():
         curves[name] = PlottedCurve(title, unit, breaks=[int(after["step"]) for _, after in lost])
         scale = 2**30 if unit == "GiB" else 1
         for event in run.steps:
             if name in event:
-                _take(curves[name], event["step"], event[name], scale)
+                _append_value(curves[name], event["step"], event[name], scale)
     for events, prefix in ((run.steps, ""), (run.evaluations, "validation/")):
         for event in events:
             for metric, value in event.get("metrics", {}).items():
-                words = text.metric_name(metric)
+                words = text.format_metric_name(metric)
                 curve = curves.setdefault(
                     f"{prefix}{metric}", PlottedCurve(f"Validation {words}" if prefix else words, "")
                 )
-                _take(curve, event["step"], value)
+                _append_value(curve, event["step"], value)
     for before, after in lost:
         for metric in before.get("metrics", {}).keys() & after.get("metrics", {}).keys():
             curves[metric].breaks.append(int(after["step"]))
-    return {name: _shown(name, curve, limit) for name, curve in curves.items() if curve.points}
+    return {name: _reduce_curve(name, curve, limit) for name, curve in curves.items() if curve.points}
 
 
-def _take(curve: PlottedCurve, step: int, value: Any, scale: int = 1) -> None:
+def _append_value(curve: PlottedCurve, step: int, value: Any, scale: int = 1) -> None:
     """Append a value, or a break if it is not a number."""
     if is_number(value):
         curve.points.append((int(step), float(value) / scale))
@@ -323,22 +323,22 @@ def _take(curve: PlottedCurve, step: int, value: Any, scale: int = 1) -> None:
         curve.breaks.append(int(step))
 
 
-def _shown(name: str, curve: PlottedCurve, limit: int) -> PlottedCurve:
-    indices = _extremes(curve.points, limit)
+def _reduce_curve(name: str, curve: PlottedCurve, limit: int) -> PlottedCurve:
+    indices = _find_extremes(curve.points, limit)
     smoothed = {}
     if name not in _SMOOTH and not name.startswith("validation/"):
-        size = _part_size(len(curve.points), limit)
+        size = _compute_part_size(len(curve.points), limit)
         parts = [curve.points[begin : begin + size] for begin in range(0, len(curve.points), size)]
         means = [sum(value for _, value in part) / len(part) for part in parts]
         for weight in SMOOTHING:
-            averages = moving_average(means, weight)
+            averages = compute_moving_average(means, weight)
             smoothed[weight] = [averages[index // size] for index in indices]
     return PlottedCurve(
         curve.title, curve.unit, [curve.points[index] for index in indices], sorted(curve.breaks), smoothed
     )
 
 
-def moving_average(values: Sequence[float], weight: float) -> list[float]:
+def compute_moving_average(values: Sequence[float], weight: float) -> list[float]:
     """Return the exponential moving average, without a bias towards its beginning.
 
     Args:
@@ -352,18 +352,18 @@ def moving_average(values: Sequence[float], weight: float) -> list[float]:
     return averages
 
 
-def thinned(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[int, float]]:
+def thin_points(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[int, float]]:
     """Return at most about ``limit`` points: the lowest and the highest of each of equal parts."""
-    return [points[index] for index in _extremes(points, limit)]
+    return [points[index] for index in _find_extremes(points, limit)]
 
 
-def _part_size(count: int, limit: int) -> int:
+def _compute_part_size(count: int, limit: int) -> int:
     return 1 if count <= limit else -(-count // (limit // 2))
 
 
-def _extremes(points: Sequence[tuple[int, float]], limit: int) -> list[int]:
-    """Return the indices of the points that ``thinned`` keeps."""
-    size = _part_size(len(points), limit)
+def _find_extremes(points: Sequence[tuple[int, float]], limit: int) -> list[int]:
+    """Return the indices of the points that ``thin_points`` keeps."""
+    size = _compute_part_size(len(points), limit)
     if size == 1:
         return list(range(len(points)))
     indices = set()

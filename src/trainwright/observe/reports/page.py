@@ -17,41 +17,41 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from trainwright.engine.event_reader import EventRecord, compared, reasons_of
+from trainwright.engine.event_reader import EventRecord, compare_with_plan, explain_slow_steps
 from trainwright.errors import RequestError
 from trainwright.observe.ledger import CATEGORIES, SHOWN_RANKS, TRAINING, RankLedger, read_ledger
 from trainwright.observe.reports import charts
 from trainwright.observe.reports.charts import (
     Specification,
-    bar_chart,
-    curve_charts,
-    heat_chart,
-    pair_chart,
-    time_chart,
+    build_bar_chart,
+    build_curve_charts,
+    build_heat_chart,
+    build_pair_chart,
+    build_time_chart,
 )
-from trainwright.observe.reports.figures import SMOOTHING, RunFigures, is_number, mapping, thinned
-from trainwright.recipe.yaml_text import values_by_key
-from trainwright.run.run_directory import RECIPE, plan_of
+from trainwright.observe.reports.figures import SMOOTHING, RunFigures, is_number, thin_points, to_mapping
+from trainwright.recipe.yaml_text import iterate_values
+from trainwright.run.run_directory import RECIPE, read_plan
 from trainwright.utils import text
 from trainwright.utils.paths import open_inside, write_file
-from trainwright.utils.text import printable
+from trainwright.utils.text import escape_controls
 
 # Nothing is loaded or sent. Vega compiles its expressions, which needs unsafe-eval.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline' 'unsafe-eval'; img-src data:"
 
 
-def escaped(value: object) -> str:
+def to_html(value: object) -> str:
     """Return text as HTML; characters that control terminals or the direction of text are shown, not used."""
-    return html.escape(printable(str(value)))
+    return html.escape(escape_controls(str(value)))
 
 
-def tiles(values: Iterable[tuple[str, str]]) -> str:
+def format_tiles(values: Iterable[tuple[str, str]]) -> str:
     """Return labelled values as a list of boxes."""
-    items = "".join(f'<li class="tile"><span>{escaped(k)}</span><b>{escaped(v)}</b></li>' for k, v in values)
+    items = "".join(f'<li class="tile"><span>{to_html(k)}</span><b>{to_html(v)}</b></li>' for k, v in values)
     return f'<ul class="tiles">{items}</ul>'
 
 
-def table(
+def format_table(
     head: Sequence[str],
     rows: Iterable[Sequence[object]],
     text: Sequence[int] = (),
@@ -70,13 +70,13 @@ def table(
     kinds = dict.fromkeys(text, " class=text dir=auto") | dict.fromkeys(numbers, " class=number")
     kinds |= dict.fromkeys(names, " class=name")
     shown = "".join(
-        f'<th scope="col"{kinds.get(column, "") if column in numbers else ""}>{escaped(name)}</th>'
+        f'<th scope="col"{kinds.get(column, "") if column in numbers else ""}>{to_html(name)}</th>'
         for column, name in enumerate(head)
     )
     lines = "".join(
         f"<tr{' class=warn' if number in warned else ''}>"
         + "".join(
-            f"<td{kinds.get(column, '')}{_tooltip(cell) if column in names else ''}>{escaped(cell)}</td>"
+            f"<td{kinds.get(column, '')}{_format_tooltip(cell) if column in names else ''}>{to_html(cell)}</td>"
             for column, cell in enumerate(row)
         )
         + "</tr>"
@@ -87,20 +87,20 @@ def table(
     )
 
 
-def _tooltip(cell: object) -> str:
-    return f' title="{escaped(cell)}"'
+def _format_tooltip(cell: object) -> str:
+    return f' title="{to_html(cell)}"'
 
 
-def prose(sentence: str) -> str:
+def format_prose(sentence: str) -> str:
     """Return a sentence as a paragraph, with what is between backticks as code."""
-    inside = re.sub("`([^`]+)`", r"<code>\1</code>", escaped(sentence))
+    inside = re.sub("`([^`]+)`", r"<code>\1</code>", to_html(sentence))
     return f"<p>{inside[:1].upper()}{inside[1:]}</p>"
 
 
-def section(title: str, *parts: str) -> str:
+def format_section(title: str, *parts: str) -> str:
     """Return a section with a heading; "" if all parts are empty."""
     inside = "".join(parts)
-    return f"<section><h2>{escaped(title)}</h2>{inside}</section>" if inside else ""
+    return f"<section><h2>{to_html(title)}</h2>{inside}</section>" if inside else ""
 
 
 class Page:
@@ -115,7 +115,7 @@ class Page:
         """Append a part."""
         self._parts.append(part)
 
-    def charts(self, specifications: Sequence[charts.Specification]) -> str:
+    def add_charts(self, specifications: Sequence[charts.Specification]) -> str:
         """Return the places of charts, which are drawn when the page is opened."""
         places = []
         for specification in specifications:
@@ -125,15 +125,15 @@ class Page:
 
     def render(self) -> str:
         """Return the page. Raises RequestError if the script of charts is missing."""
-        library = charts.script().replace("</script", "<\\/script")
+        library = charts.read_script().replace("</script", "<\\/script")
         return (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
             '<meta name="viewport" content="width=device-width, initial-scale=1">'
-            f"<title>{escaped(self._title)}</title><style>{_own('page.css')}</style></head><body><main>{''.join(self._parts)}</main>"
-            f'<script type="application/json" id="axes">{_json(charts.AXES)}</script>'
-            f'<script type="application/json" id="charts">{_json(self._charts)}</script>'
-            f"<script>{library}</script><script>{_own('page.js')}</script></body></html>\n"
+            f"<title>{to_html(self._title)}</title><style>{_read_own_file('page.css')}</style></head><body><main>{''.join(self._parts)}</main>"
+            f'<script type="application/json" id="axes">{_format_json(charts.AXES)}</script>'
+            f'<script type="application/json" id="charts">{_format_json(self._charts)}</script>'
+            f"<script>{library}</script><script>{_read_own_file('page.js')}</script></body></html>\n"
         )
 
 
@@ -141,29 +141,29 @@ CURVE_MENU = (
     '<p class="no-print"><label for="axis">Horizontal axis: </label><select id="axis">'
     + "".join(f'<option value="{name}">{title}</option>' for name, title in charts.AXES.items())
     + '</select> <label for="smoothing">Smoothing: </label><select id="smoothing"><option value="">none</option>'
-    + "".join(f'<option value="{charts.smoothing_field(weight)}">{weight}</option>' for weight in SMOOTHING)
+    + "".join(f'<option value="{charts.name_smoothing_field(weight)}">{weight}</option>' for weight in SMOOTHING)
     + '</select> <span class="soft hint">Scroll to zoom, drag to move, double-click to reset.</span></p>'
 )
 
 
-def _own(name: str) -> str:
+def _read_own_file(name: str) -> str:
     return (files("trainwright.observe.reports") / name).read_text(encoding="utf-8")
 
 
-def _json(value: Any) -> str:
-    return as_json(value).replace("<", "\\u003c")
+def _format_json(value: Any) -> str:
+    return to_json(value).replace("<", "\\u003c")
 
 
-def as_json(value: Any) -> str:
+def to_json(value: Any) -> str:
     """Return JSON with null for the numbers that JSON does not have, and text for what is none of its types."""
-    return json.dumps(_plain(value), default=str)
+    return json.dumps(_convert_plain(value), default=str)
 
 
-def _plain(value: Any) -> Any:
+def _convert_plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _convert_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_convert_plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -182,123 +182,126 @@ _DECIDE = (
 )
 
 
-def report_of(run: RunFigures) -> str:
+def build_report(run: RunFigures) -> str:
     """Return the page of a run. Raises RequestError if the package with the script of charts is missing."""
     page = Page(f"{run.name} - Trainwright")
     ledger = read_ledger(run.directory, run.everything)
-    page.add(_head(run))
-    page.add(section("Result", _result(run)))
-    page.add(section("Hyperparameters", _hyperparameters(run)))
-    page.add(section("Data", _data(run)))
-    page.add(section("Curves", CURVE_MENU, page.charts(curve_charts([run]))) if run.steps else "")
-    page.add(section("Samples", *_samples(run)))
-    page.add(section("Predicted and measured", *_predicted(run, page)))
-    page.add(section("Where the time went", *where_time_went(run, ledger, page)))
-    page.add(section("Profile", *_profiles(run)))
-    page.add(section("Machine", *machines(ledger, page)))
-    page.add(section("Time line", _timeline(run)))
-    page.add(section("Choices", _choices(run)))
-    page.add(section("Environment", _environment(run)))
-    page.add(section("Recipe", *_recipe(run)))
+    page.add(_format_head(run))
+    page.add(format_section("Result", _format_result(run)))
+    page.add(format_section("Hyperparameters", _format_hyperparameters(run)))
+    page.add(format_section("Data", _format_data(run)))
+    page.add(format_section("Curves", CURVE_MENU, page.add_charts(build_curve_charts([run]))) if run.steps else "")
+    page.add(format_section("Samples", *_format_samples(run)))
+    page.add(format_section("Predicted and measured", *_format_predictions(run, page)))
+    page.add(format_section("Where the time went", *format_time_use(run, ledger, page)))
+    page.add(format_section("Profile", *_format_profiles(run)))
+    page.add(format_section("Machine", *format_machines(ledger, page)))
+    page.add(format_section("Time line", _format_timeline(run)))
+    page.add(format_section("Choices", _format_choices(run)))
+    page.add(format_section("Environment", _format_environment(run)))
+    page.add(format_section("Recipe", *_format_recipe(run)))
     return page.render()
 
 
-def _head(run: RunFigures) -> str:
+def _format_head(run: RunFigures) -> str:
     tone = _TONES.get(run.status, "warn")
     status = "was training when this page was written" if run.trains else run.status  # true whatever happens later
     about = ", ".join(part for part in (run.task, run.model, str(run.start.get("strategy", ""))) if part)
     remarks = read_remarks(run.directory)
-    remarked = "".join(f"<p>{escaped(words)}</p>" for words in (", ".join(remarks.tags), remarks.note) if words)
+    remarked = "".join(f"<p>{to_html(words)}</p>" for words in (", ".join(remarks.tags), remarks.note) if words)
     world = round(run.start.get("world_size", 0))
-    on = f" on {text.plural(world, 'process', 'processes')}" if world else ""
-    remarked += f"<p>{escaped(run.parent)}</p>" if run.parent else ""
-    newer = f'<p class="warn">{escaped(run.newer)}</p>' if run.newer else ""
+    on = f" on {text.format_plural(world, 'process', 'processes')}" if world else ""
+    remarked += f"<p>{to_html(run.parent)}</p>" if run.parent else ""
+    newer = f'<p class="warn">{to_html(run.newer)}</p>' if run.newer else ""
     problems = [*run.damage[:20], *filter(None, [run.recipe_problem])]
-    damage = newer + "".join(f'<p class="bad">{escaped(each)}; shown without it</p>' for each in problems)
+    damage = newer + "".join(f'<p class="bad">{to_html(each)}; shown without it</p>' for each in problems)
     return (
-        f'<header><div class="head"><h1>{escaped(run.name)}</h1><span class="badge {tone}">{escaped(status)}</span>'
-        f'</div><p class="soft">{escaped(about + on)}<br>written {time.strftime("%Y-%m-%d %H:%M:%S %Z")}</p>{remarked}'
-        f"{damage}{tiles(_tiles(run))}</header>"
+        f'<header><div class="head"><h1>{to_html(run.name)}</h1><span class="badge {tone}">{to_html(status)}</span>'
+        f'</div><p class="soft">{to_html(about + on)}<br>written {time.strftime("%Y-%m-%d %H:%M:%S %Z")}</p>{remarked}'
+        f"{damage}{format_tiles(_iterate_tiles(run))}</header>"
     )
 
 
-def _tiles(run: RunFigures) -> Iterator[tuple[str, str]]:
+def _iterate_tiles(run: RunFigures) -> Iterator[tuple[str, str]]:
     if not run.steps:
         return
     last = run.steps[-1]
     yield "Step", f"{run.step:,} of {int(run.start.get('max_steps', 0)):,}"
-    yield "Training loss", text.metric(float(last["loss"]))
+    yield "Training loss", text.format_metric(float(last["loss"]))
     if run.best is not None:
-        yield f"Best validation loss (step {run.best[0]:,})", text.metric(run.best[1])
+        yield f"Best validation loss (step {run.best[0]:,})", text.format_metric(run.best[1])
     if run.tokens_per_second is not None:
-        yield "Speed", f"{text.count(run.tokens_per_second)} tokens/s"
-    yield "Tokens", text.count(float(last.get("tokens", 0)))
-    yield "Peak memory per process", text.size(max(float(event.get("memory_bytes", 0)) for event in run.steps))
+        yield "Speed", f"{text.format_count(run.tokens_per_second)} tokens/s"
+    yield "Tokens", text.format_count(float(last.get("tokens", 0)))
+    yield "Peak memory per process", text.format_bytes(max(float(event.get("memory_bytes", 0)) for event in run.steps))
     if resident := float(last.get("resident_bytes", 0)):
-        yield "Resident memory at the last step", text.size(resident)
+        yield "Resident memory at the last step", text.format_bytes(resident)
     if run.goodput is not None:
         yield "Goodput", f"{run.goodput:.0%}"
-    yield "Time in steps", text.duration(sum(float(event["step_time"]) for event in run.steps))
+    yield "Time in steps", text.format_duration(sum(float(event["step_time"]) for event in run.steps))
 
 
-def _result(run: RunFigures) -> str:
+def _format_result(run: RunFigures) -> str:
     """Return the metrics of the first and of the last evaluation."""
     if not run.evaluations:
         return ""
     first, last = run.evaluations[0], run.evaluations[-1]
     events = [first, last] if first["step"] < last["step"] else [last]
     head = [f"After step {event['step']:,}" if event["step"] else "Untrained" for event in events]
-    rows = [(text.metric_name(metric), *(_metric(event, metric) for event in events)) for metric in last["metrics"]]
-    return table(["Validation", *head], rows, numbers=range(1, 1 + len(events)))
+    rows = [
+        (text.format_metric_name(metric), *(_format_metric(event, metric) for event in events))
+        for metric in last["metrics"]
+    ]
+    return format_table(["Validation", *head], rows, numbers=range(1, 1 + len(events)))
 
 
-def _metric(event: EventRecord, metric: str) -> str:
-    value, interval = event["metrics"].get(metric, ""), mapping(event.get("intervals")).get(metric)
-    shown = text.metric(value) if is_number(value) else str(value)
+def _format_metric(event: EventRecord, metric: str) -> str:
+    value, interval = event["metrics"].get(metric, ""), to_mapping(event.get("intervals")).get(metric)
+    shown = text.format_metric(value) if is_number(value) else str(value)
     return shown if not interval else "{} ({:.4g} to {:.4g})".format(shown, *interval)
 
 
-def _hyperparameters(run: RunFigures) -> str:
+def _format_hyperparameters(run: RunFigures) -> str:
     """Return what decides the result, of the recipe as it was resolved: what is set, by key."""
-    values = {key: value for key, value in values_by_key(run.recipe) if value not in (None, "none", [], {})}
+    values = {key: value for key, value in iterate_values(run.recipe) if value not in (None, "none", [], {})}
     task_keys = [key for key in values if run.task and key.startswith(f"{run.task}.")]
     rows: list[tuple[str, object]] = [(key, values[key]) for key in (*_DECIDE, *task_keys) if key in values]
     if (every := run.start.get("trainable_parameters")) and (of := run.start.get("parameters")):
         rows.insert(0, ("trainable parameters", f"{every:,.0f} of {of:,.0f}"))
-    return table(["Key", "Value"], rows)
+    return format_table(["Key", "Value"], rows)
 
 
-def _data(run: RunFigures) -> str:
-    keys = {key: value for key, value in values_by_key(run.recipe) if key in ("data.train", "data.validation")}
+def _format_data(run: RunFigures) -> str:
+    keys = {key: value for key, value in iterate_values(run.recipe) if key in ("data.train", "data.validation")}
     rows: list[tuple[str, object]] = [(key, value) for key, value in keys.items() if value is not None]
     sentences = run.start.get("data")
     for sentence in sentences if isinstance(sentences, list) else ():
         what, colon, words = str(sentence).partition(": ")
         rows.append((what, words) if colon else ("", what))
-    return table(["", ""], rows, text=[1]) if rows else ""
+    return format_table(["", ""], rows, text=[1]) if rows else ""
 
 
-def _samples(run: RunFigures) -> Iterator[str]:
+def _format_samples(run: RunFigures) -> Iterator[str]:
     for prompt, events in run.samples.items():
         shown = events[-_SAMPLES:]
         more = f" (the last {_SAMPLES} of {len(events)})" if len(events) > _SAMPLES else ""
-        body = table(
+        body = format_table(
             ["Step", "Answer"], [(event["step"], event.get("text") or "(no text)") for event in shown], text=[1]
         )
-        yield f'<details open><summary dir="auto">{escaped(prompt)}{more}</summary>{body}</details>'
+        yield f'<details open><summary dir="auto">{to_html(prompt)}{more}</summary>{body}</details>'
 
 
-def _predicted(run: RunFigures, page: Page) -> Iterator[str]:
-    plan, measured = plan_of(run.directory), run.finish.get("measured", {})
+def _format_predictions(run: RunFigures, page: Page) -> Iterator[str]:
+    plan, measured = read_plan(run.directory), run.finish.get("measured", {})
     predicted = run.start.get("predicted", {})
-    lines = list(compared(predicted, measured))
+    lines = list(compare_with_plan(predicted, measured))
     if lines:
         outside = [number for number, line in enumerate(lines) if line.is_outside]
-        yield table(["", "This run"], [(line.label.capitalize(), line.words) for line in lines], warned=outside)
-        yield "".join(prose(f"{why}.") for why in reasons_of(predicted, measured))
+        yield format_table(["", "This run"], [(line.label.capitalize(), line.words) for line in lines], warned=outside)
+        yield "".join(format_prose(f"{why}.") for why in explain_slow_steps(predicted, measured))
     charts = []
-    chosen = mapping(plan.get("chosen"))
-    if phases := _largest(mapping(chosen.get("memory")).get("phases")):
+    chosen = to_mapping(plan.get("chosen"))
+    if phases := _select_largest(to_mapping(chosen.get("memory")).get("phases")):
         rows = [{"part": name, "kind": "plan", "value": value / _BYTES} for name, value in phases.items()]
         if run.steps:
             peak = max(float(event.get("memory_bytes", 0)) for event in run.steps) / _BYTES
@@ -306,51 +309,51 @@ def _predicted(run: RunFigures, page: Page) -> Iterator[str]:
             part, of = ("all tensors", "tensors_bytes") if run.start.get("gpus") else ("whole process", "memory_bytes")
             rows.append({"part": part, "kind": "plan", "value": predicted.get(of, 0) / _BYTES})
             rows.append({"part": part, "kind": "measured", "value": peak})
-        charts.append(pair_chart("Memory per process by phase", rows, "MiB"))
-    if parts := _largest(mapping(chosen.get("time")).get("parts")):
+        charts.append(build_pair_chart("Memory per process by phase", rows, "MiB"))
+    if parts := _select_largest(to_mapping(chosen.get("time")).get("parts")):
         rows = [{"part": name, "kind": "plan", "value": value} for name, value in parts.items()]
         rows.append({"part": "whole step", "kind": "plan", "value": predicted.get("step_time", 0.0)})
         if "step_time" in measured:
             rows.append({"part": "whole step", "kind": "measured", "value": measured["step_time"]})
-        charts.append(pair_chart("Step time by part", rows, "seconds"))
-    yield page.charts(charts)
+        charts.append(build_pair_chart("Step time by part", rows, "seconds"))
+    yield page.add_charts(charts)
 
 
-def _profiles(run: RunFigures) -> Iterator[str]:
+def _format_profiles(run: RunFigures) -> Iterator[str]:
     for event in run.profiles:
         steps = f"Steps {event.get('first')} to {event.get('step')}"
-        yield f"<p>{escaped(steps)}: <code>{escaped(event.get('path'))}</code>, which ui.perfetto.dev opens.</p>"
+        yield f"<p>{to_html(steps)}: <code>{to_html(event.get('path'))}</code>, which ui.perfetto.dev opens.</p>"
         for snapshot in event.get("memory", ()):
-            yield f"<p>Memory: <code>{escaped(snapshot)}</code>, which pytorch.org/memory_viz opens.</p>"
+            yield f"<p>Memory: <code>{to_html(snapshot)}</code>, which pytorch.org/memory_viz opens.</p>"
         rows = []
         for each in event.get("operators", ()):
             with suppress(KeyError, TypeError, ValueError):
-                shown = f"{each['calls']:,}", text.span(each["seconds"]), f"{each['share']:.1%}"
-                rows.append((_kernel(str(each["name"])), *shown))
-        yield table(["Operator", "Calls", "Time, all ranks", "Share"], rows, numbers=[1, 2, 3], names=[0])
+                shown = f"{each['calls']:,}", text.format_seconds(each["seconds"]), f"{each['share']:.1%}"
+                rows.append((_shorten_kernel_name(str(each["name"])), *shown))
+        yield format_table(["Operator", "Calls", "Time, all ranks", "Share"], rows, numbers=[1, 2, 3], names=[0])
 
 
-def _kernel(name: str) -> str:
+def _shorten_kernel_name(name: str) -> str:
     """Return the name of an operator or kernel without what torch's kernels begin with."""
     return re.sub(r"^void |\(anonymous namespace\)::|\bat::native::|\bc10::", "", name)
 
 
-def _timeline(run: RunFigures) -> str:
+def _format_timeline(run: RunFigures) -> str:
     if not run.timeline:
         return ""
     start = run.everything[0]["time"]
     shown = run.timeline[-_TIMELINE:]
-    rows = [(text.duration(e["time"] - start), e.get("step", ""), e["event"], _words(e)) for e in shown]
+    rows = [(text.format_duration(e["time"] - start), e.get("step", ""), e["event"], _describe_event(e)) for e in shown]
     more = f"<p class=soft>The last {_TIMELINE} of {len(run.timeline)}.</p>" if len(run.timeline) > _TIMELINE else ""
-    return more + table(["After", "Step", "Event", ""], rows, text=[3])
+    return more + format_table(["After", "Step", "Event", ""], rows, text=[3])
 
 
-def _words(event: EventRecord) -> str:
+def _describe_event(event: EventRecord) -> str:
     kind = event["event"]
     if kind == "start":
         resumed = event.get("resumed_from")
         how = "started" if resumed is None else f"resumed from {resumed}"
-        parent = mapping(event.get("parent"))
+        parent = to_mapping(event.get("parent"))
         if resumed is not None and resumed == parent.get("step"):
             how = f"started from step {resumed} of {parent.get('run')}"
         return f"{how}: {event.get('strategy')} on {event.get('world_size')}, {event.get('mixed_precision')}"
@@ -368,13 +371,13 @@ def _words(event: EventRecord) -> str:
     return str(event.get("detail") or event.get("message") or "")
 
 
-def _choices(run: RunFigures) -> str:
+def _format_choices(run: RunFigures) -> str:
     reasons = run.start.get("reasons", ())
     rows = [(key, why) for key, _, why in (reason.partition(": ") for reason in reasons)]
-    return table(["Choice", "Reason"], rows, text=[1]) if rows else ""
+    return format_table(["Choice", "Reason"], rows, text=[1]) if rows else ""
 
 
-def _environment(run: RunFigures) -> str:
+def _format_environment(run: RunFigures) -> str:
     start = run.start
     rows: list[tuple[str, object]] = [
         ("Device", start.get("device", "")),
@@ -386,22 +389,22 @@ def _environment(run: RunFigures) -> str:
         ("Directory", run.directory.absolute()),
         *((name, version) for name, version in start.get("versions", {}).items()),
     ]
-    return table(["", ""], [row for row in rows if row[1]]) if start else ""
+    return format_table(["", ""], [row for row in rows if row[1]]) if start else ""
 
 
-def _recipe(run: RunFigures) -> Iterator[str]:
+def _format_recipe(run: RunFigures) -> Iterator[str]:
     if not run.recipe:  # it cannot be read
         return
     with open_inside(run.directory, RECIPE) as file:
         recipe = file.read().decode()
     yield "<p>To reproduce the run in a new directory, save this as <code>recipe.yaml</code>:</p>"
     yield "<pre>trainwright train recipe.yaml logging.run_directory=auto</pre>"
-    yield f'<pre tabindex="0">{escaped(recipe)}</pre>'
+    yield f'<pre tabindex="0">{to_html(recipe)}</pre>'
 
 
-def _largest(parts: Any) -> dict[str, float]:
+def _select_largest(parts: Any) -> dict[str, float]:
     """Return the parts that are at least a hundredth of their sum."""
-    figures = {name: value for name, value in mapping(parts).items() if is_number(value)}
+    figures = {name: value for name, value in to_mapping(parts).items() if is_number(value)}
     total = sum(figures.values())
     return {name: value for name, value in figures.items() if total and value >= 0.01 * total}
 
@@ -441,27 +444,27 @@ _NOTABLE = {
 _SECONDS_OF_EVENTS = {"evaluate": ("evaluation", "seconds"), "checkpoint": ("checkpoints", "blocked_seconds")}
 
 
-def where_time_went(run: RunFigures, ledger: Sequence[RankLedger], page: Page) -> Iterator[str]:
+def format_time_use(run: RunFigures, ledger: Sequence[RankLedger], page: Page) -> Iterator[str]:
     """Yield a table and a chart of the seconds of every rank by category."""
     if not ledger:
-        yield from _from_events(run, page)
+        yield from _format_event_seconds(run, page)
         return
     trained = sum(rank.trained * rank.wall for rank in ledger) / max(sum(rank.wall for rank in ledger), 1e-9)
     yield f"<p>{trained:.1%} of the time of all ranks was used for {', '.join(TRAINING[:-1])} and {TRAINING[-1]}.</p>"
     categories = [name for name in CATEGORIES if any(name in rank.seconds for rank in ledger)]
     heads = [f"Rank {rank.rank}" for rank in ledger] if len(ledger) <= SHOWN_RANKS else ["Mean", "Least", "Most"]
-    yield table(
-        ["Seconds", *heads], [_of_category(name, ledger) for name in categories], numbers=range(1, len(heads) + 1)
+    yield format_table(
+        ["Seconds", *heads], [_format_category(name, ledger) for name in categories], numbers=range(1, len(heads) + 1)
     )
     shares = [
         {"rank": rank.rank, "part": name, "share": rank.seconds.get(name, 0.0) / max(rank.wall, 1e-9)}
         for rank in ledger
         for name in categories
     ]
-    yield page.charts([heat_chart("Share of the time of each rank", shares)])
+    yield page.add_charts([build_heat_chart("Share of the time of each rank", shares)])
 
 
-def _of_category(name: str, ledger: Sequence[RankLedger]) -> tuple[str, ...]:
+def _format_category(name: str, ledger: Sequence[RankLedger]) -> tuple[str, ...]:
     """Return a row of the table: the seconds of every rank, or a summary of many."""
     values = [rank.seconds.get(name, 0.0) for rank in ledger]
     shown = values if len(values) <= SHOWN_RANKS else [statistics.fmean(values), min(values), max(values)]
@@ -484,37 +487,38 @@ class MachineCurves:
     points: Mapping[int, Sequence[tuple[float, float]]]
 
 
-def machine_curves(ledger: Sequence[RankLedger], limit: int = _CURVE_POINTS) -> Iterator[MachineCurves]:
+def iterate_machine_curves(ledger: Sequence[RankLedger], limit: int = _CURVE_POINTS) -> Iterator[MachineCurves]:
     """Yield every measure that the samples of the first ranks have, with at most ``limit`` points of a rank."""
     start = min((rank.lines[0].started for rank in ledger), default=0.0)
     for name, (title, unit, scale) in _MEASURES.items():
         points = {}
         for rank in ledger[:SHOWN_RANKS]:
-            values = ((index, _measure(line.system, name)) for index, line in enumerate(rank.lines))
-            shown = thinned([(index, value * scale) for index, value in values if value is not None], limit)
+            values = ((index, _read_measure(line.system, name)) for index, line in enumerate(rank.lines))
+            shown = thin_points([(index, value * scale) for index, value in values if value is not None], limit)
             points[rank.rank] = [(rank.lines[index].time - start, value) for index, value in shown]
         least = _NOTABLE.get(name, 0.0) * scale
         if any(value >= least for of_rank in points.values() for _, value in of_rank):
             yield MachineCurves(title, unit, name in _NOTABLE, points)
 
 
-def machines(ledger: Sequence[RankLedger], page: Page) -> Iterator[str]:
+def format_machines(ledger: Sequence[RankLedger], page: Page) -> Iterator[str]:
     """Yield charts of what the machines of the first ranks did."""
     charts: dict[bool, list[Specification]] = {True: [], False: []}
-    for curves in machine_curves(ledger):
+    for curves in iterate_machine_curves(ledger):
         rows = [
             {"after": after, "value": value, "run": f"rank {rank}"}
             for rank, points in curves.points.items()
             for after, value in points
         ]
-        charts[curves.is_notable].append(time_chart(curves.title, curves.unit, rows))
-    yield from _clock_limits(ledger)
-    yield page.charts(charts[True])
+        charts[curves.is_notable].append(build_time_chart(curves.title, curves.unit, rows))
+    yield from _format_clock_limits(ledger)
+    yield page.add_charts(charts[True])
     if usual := charts[False]:
-        yield f"<details><summary>{text.plural(len(usual), 'more chart')}</summary>{page.charts(usual)}</details>"
+        summary = text.format_plural(len(usual), "more chart")
+        yield f"<details><summary>{summary}</summary>{page.add_charts(usual)}</details>"
 
 
-def _clock_limits(ledger: Sequence[RankLedger]) -> Iterator[str]:
+def _format_clock_limits(ledger: Sequence[RankLedger]) -> Iterator[str]:
     """Yield a table of what lowered the clocks of GPUs, with the share of the samples."""
     rows = []
     for rank in ledger:
@@ -525,10 +529,10 @@ def _clock_limits(ledger: Sequence[RankLedger]) -> Iterator[str]:
             rows.append((f"Rank {rank.rank}", word, f"{count / len(limits):.0%}"))
     if rows:
         yield "<h3>What lowered the clocks of GPUs</h3>"
-        yield table(["", "Because of", "Share of the samples"], rows[:_MAX_CLOCK_LIMITS])
+        yield format_table(["", "Because of", "Share of the samples"], rows[:_MAX_CLOCK_LIMITS])
 
 
-def _measure(system: Mapping[str, Any], name: str) -> float | None:
+def _read_measure(system: Mapping[str, Any], name: str) -> float | None:
     """Return a measure of a sample; ``name`` may have a group before a point."""
     group, _, key = name.rpartition(".")
     inside = system.get(group) if group else system
@@ -536,16 +540,18 @@ def _measure(system: Mapping[str, Any], name: str) -> float | None:
     return float(value) if is_number(value) else None
 
 
-def _from_events(run: RunFigures, page: Page) -> Iterator[str]:
-    seconds = seconds_by_kind(run)
+def _format_event_seconds(run: RunFigures, page: Page) -> Iterator[str]:
+    seconds = sum_seconds_by_kind(run)
     if seconds:
         total = sum(seconds.values())
-        rows = [(kind.capitalize(), text.span(value), f"{value / total:.1%}") for kind, value in seconds.items()]
-        yield table(["", "Time", "Share"], rows)
-        yield page.charts([bar_chart("Seconds since the run began", seconds, "seconds")])
+        rows = [
+            (kind.capitalize(), text.format_seconds(value), f"{value / total:.1%}") for kind, value in seconds.items()
+        ]
+        yield format_table(["", "Time", "Share"], rows)
+        yield page.add_charts([build_bar_chart("Seconds since the run began", seconds, "seconds")])
 
 
-def seconds_by_kind(run: RunFigures) -> dict[str, float]:
+def sum_seconds_by_kind(run: RunFigures) -> dict[str, float]:
     """Return the seconds since the run began by what they were used for; only kinds that took any.
 
     ``steps`` are those that count; ``repeated`` were done again after a fault; ``paused`` is between launches;
@@ -555,8 +561,10 @@ def seconds_by_kind(run: RunFigures) -> dict[str, float]:
     if not events:
         return {}
     by_kind = dict.fromkeys(("steps", "repeated", "evaluation", "checkpoints", "paused", "other"), 0.0)
-    by_kind["steps"] = _sum(run.steps, "step_time")
-    by_kind["repeated"] = _sum([event for event in events if event["event"] == "step"], "step_time") - by_kind["steps"]
+    by_kind["steps"] = _sum_field(run.steps, "step_time")
+    by_kind["repeated"] = (
+        _sum_field([event for event in events if event["event"] == "step"], "step_time") - by_kind["steps"]
+    )
     for event in events:
         if event["event"] in _SECONDS_OF_EVENTS:
             kind, field = _SECONDS_OF_EVENTS[event["event"]]
@@ -572,7 +580,7 @@ def seconds_by_kind(run: RunFigures) -> dict[str, float]:
     return {kind: seconds for kind, seconds in by_kind.items() if seconds > 0.005}
 
 
-def _sum(events: Sequence[EventRecord], field: str) -> float:
+def _sum_field(events: Sequence[EventRecord], field: str) -> float:
     return sum(float(event.get(field, 0.0)) for event in events)
 
 

@@ -28,16 +28,16 @@ from starlette.routing import Route
 from trainwright.api.run import checkpoint, stop
 from trainwright.engine.event_reader import EventRecord, read_log
 from trainwright.errors import MachineError, RequestError, TrainwrightError
-from trainwright.machine.usage import figures_of
-from trainwright.observe.following import RunFollower, follower_of, keep
+from trainwright.machine.usage import format_figures
+from trainwright.observe.following import RunFollower, open_follower, save_follower
 from trainwright.observe.ledger import CATEGORIES, read_ledger
-from trainwright.observe.reports.comparing import recipe_differences
+from trainwright.observe.reports.comparing import find_recipe_differences
 from trainwright.observe.reports.figures import FLOPS, RunFigures
-from trainwright.observe.reports.page import RunRemarks, as_json, machine_curves, read_remarks, write_remarks
-from trainwright.observe.runs import directories, unreadable
+from trainwright.observe.reports.page import RunRemarks, iterate_machine_curves, read_remarks, to_json, write_remarks
+from trainwright.observe.runs import describe_unreadable, list_run_directories
 from trainwright.run.run_directory import RECIPE
 from trainwright.utils.installation import install_command
-from trainwright.utils.paths import files_inside, open_inside
+from trainwright.utils.paths import list_files_inside, open_inside
 from trainwright.utils.text import say
 
 _PAGE = files("trainwright.observe.watching")
@@ -53,7 +53,7 @@ _HEADERS = {
 }
 
 
-def application(board: Board, token: str) -> Starlette:
+def build_application(board: Board, token: str) -> Starlette:
     """Return the application; while it runs, ``board`` follows its runs."""
 
     @asynccontextmanager
@@ -82,29 +82,36 @@ def application(board: Board, token: str) -> Starlette:
         return Response((_PAGE / "page.css").read_bytes(), media_type="text/css")
 
     async def events(request: Request) -> Response:
-        return StreamingResponse(_changes(board), media_type="text/event-stream")
+        return StreamingResponse(_iterate_changes(board), media_type="text/event-stream")
 
     async def remark(request: Request) -> Response:
-        body = await _body(request)
+        body = await _read_body(request)
         await run_in_threadpool(board.remark, _run(request), RunRemarks(body.get("tags", []), body.get("note", "")))
-        return _json("saved")
+        return _respond_json("saved")
 
     routes = [
         Route("/", page),
         Route("/page.js", script),
         Route("/page.css", styles),
         Route("/events", events),
-        Route("/runs", lambda request: _json(board.rows())),
-        Route("/curves", lambda request: _json(_curves_asked(board, request))),
-        Route("/differences", lambda request: _json(board.differences(request.query_params.getlist("run")))),
-        Route("/details", lambda request: _json(board.details(_run(request)))),
-        Route("/seconds", lambda request: _json(board.seconds(_run(request)))),
-        Route("/log", lambda request: _json(board.log(_run(request), request.query_params.get("file", "")))),
+        Route("/runs", lambda request: _respond_json(board.rows())),
+        Route("/curves", lambda request: _respond_json(_look_up_curves(board, request))),
+        Route("/differences", lambda request: _respond_json(board.differences(request.query_params.getlist("run")))),
+        Route("/details", lambda request: _respond_json(board.details(_run(request)))),
+        Route("/seconds", lambda request: _respond_json(board.seconds(_run(request)))),
+        Route("/log", lambda request: _respond_json(board.log(_run(request), request.query_params.get("file", "")))),
         Route("/remarks", remark, methods=["POST"]),
-        Route("/checkpoint", lambda request: _json(_save(board, request)), methods=["POST"]),
-        Route("/stop", lambda request: _json(stop(board.directory(_run(request)), timeout=0)), methods=["POST"]),
+        Route("/checkpoint", lambda request: _respond_json(_save(board, request)), methods=["POST"]),
+        Route(
+            "/stop", lambda request: _respond_json(stop(board.directory(_run(request)), timeout=0)), methods=["POST"]
+        ),
     ]
-    failures: dict[Any, Any] = {KeyError: _missing, OSError: _missing, ValueError: _wrong, TrainwrightError: _wrong}
+    failures: dict[Any, Any] = {
+        KeyError: _respond_missing,
+        OSError: _respond_missing,
+        ValueError: _respond_wrong,
+        TrainwrightError: _respond_wrong,
+    }
     return Starlette(
         routes=routes,
         middleware=[Middleware(BaseHTTPMiddleware, dispatch=guard)],
@@ -118,7 +125,7 @@ def _save(board: Board, request: Request) -> str:
     return "asked for a checkpoint"
 
 
-async def _body(request: Request) -> dict[str, Any]:
+async def _read_body(request: Request) -> dict[str, Any]:
     content = b""
     async for part in request.stream():
         content += part
@@ -130,19 +137,19 @@ async def _body(request: Request) -> dict[str, Any]:
     return value
 
 
-async def _changes(board: Board) -> AsyncIterator[str]:
+async def _iterate_changes(board: Board) -> AsyncIterator[str]:
     """Yield server-sent events with the rows that have changed and the runs that are gone."""
     sent: dict[str, Any] = {}
     while True:
         rows = await run_in_threadpool(board.rows)  # which may wait for a file
         changed = [row for name, row in rows.items() if sent.get(name) != row]
         gone = [name for name in sent if name not in rows]
-        yield f"data: {as_json({'rows': changed, 'gone': gone})}\n\n" if changed or gone else ": nothing new\n\n"
+        yield f"data: {to_json({'rows': changed, 'gone': gone})}\n\n" if changed or gone else ": nothing new\n\n"
         sent = rows
         await asyncio.sleep(_SEND_SECONDS)
 
 
-def _curves_asked(board: Board, request: Request) -> dict[str, Any]:
+def _look_up_curves(board: Board, request: Request) -> dict[str, Any]:
     query = request.query_params
     axis, limit = query.get("axis", "step"), int(query.get("points", "600"))
     if axis not in AXES or not 1 <= limit <= _MOST_POINTS:
@@ -154,15 +161,15 @@ def _run(request: Request) -> str:
     return request.query_params.get("run", "")
 
 
-def _json(value: Any) -> Response:
-    return Response(as_json(value), media_type="application/json")
+def _respond_json(value: Any) -> Response:
+    return Response(to_json(value), media_type="application/json")
 
 
-def _missing(request: Request, error: Exception) -> Response:
+def _respond_missing(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": "there is no such run or file"}, 404)
 
 
-def _wrong(request: Request, error: Exception) -> Response:
+def _respond_wrong(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": str(error)}, 400)
 
 
@@ -185,18 +192,18 @@ def serve(root: Path, host: str = LOCAL, port: int = 0) -> None:
         raise RequestError(f"watch: {error.name} is not installed; {install_command('watch')}") from None
 
     token = secrets.token_urlsafe(24)
-    with _listener(host, port) as listener:
+    with _open_listener(host, port) as listener:
         shown = f"[{host}]" if ":" in host else host
         say(f"runs: http://{shown}:{listener.getsockname()[1]}/?token={token}", file=sys.stderr, wrap=False)
         if host != LOCAL:
             say("note: who has this address sees these runs and can stop them; it is not encrypted", file=sys.stderr)
         config = uvicorn.Config(
-            application(Board(root), token), log_level="error", access_log=False, timeout_graceful_shutdown=1
+            build_application(Board(root), token), log_level="error", access_log=False, timeout_graceful_shutdown=1
         )
         uvicorn.Server(config).run([listener])
 
 
-def _listener(host: str, port: int) -> socket.socket:
+def _open_listener(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -259,18 +266,18 @@ class Board:
         for name, follower in list(self._followers.items()):
             if self._ends.is_set():
                 return False
-            with self._noting(name):
-                if _unread(follower) <= _LITTLE_BYTES:
+            with self._note_errors(name):
+                if _count_unread_bytes(follower) <= _LITTLE_BYTES:
                     self._look_at(name, follower, math.inf)
                     continue
                 long.append(name)
                 if name not in self._glances:
-                    self._glance_at(name)
+                    self._show_glance(name)
         until = time.monotonic() + _LOOK_SECONDS
         for name in sorted(long, key=lambda name: name not in self._asked):
             if time.monotonic() >= until or self._ends.is_set():
                 return False
-            with self._noting(name):
+            with self._note_errors(name):
                 self._look_at(name, self._followers[name], until)
         return True
 
@@ -292,12 +299,12 @@ class Board:
         curves = {}
         for name in names:
             with self._lock:
-                curves[name] = _curves(self._followers[name], axis, limit)
+                curves[name] = _build_curves(self._followers[name], axis, limit)
         return curves
 
     def differences(self, names: Sequence[str]) -> dict[str, list[str]]:
         """Return the keys of the recipes whose values differ, with the value of every run."""
-        return recipe_differences([self._recipes[name] for name in names])
+        return find_recipe_differences([self._recipes[name] for name in names])
 
     def details(self, name: str) -> dict[str, Any]:
         """Return what one run is shown with: evaluations, samples, events and names of logs."""
@@ -310,7 +317,7 @@ class Board:
                 "samples": samples[-_NEWEST:],
                 "events": figures.timeline[-_NEWEST:],
                 "evaluations": figures.evaluations[-_NEWEST:],
-                "logs": _logs(follower.directory),
+                "logs": _list_logs(follower.directory),
             }
 
     def remark(self, name: str, remarks: RunRemarks) -> None:
@@ -333,7 +340,7 @@ class Board:
     def log(self, name: str, file: str) -> str:
         """Return the end of a log."""
         directory = self.directory(name)
-        if file not in _logs(directory):
+        if file not in _list_logs(directory):
             raise KeyError(file)
         with open_inside(directory, "logs", file) as log:
             size = log.seek(0, 2)
@@ -341,16 +348,16 @@ class Board:
             return log.read(_LOG_BYTES).decode(errors="replace")
 
     def _find(self) -> None:
-        runs = {str(each.relative_to(self.root)): each for each in directories(self.root)}
+        runs = {str(each.relative_to(self.root)): each for each in list_run_directories(self.root)}
         with self._lock:
             for gone in self._followers.keys() - runs.keys():
                 del self._followers[gone], self._recipes[gone], self._kept[gone]
                 self._rows.pop(gone, None)
                 self._glances.pop(gone, None)
         # In the order in which they were begun, as their numbers give them their colors.
-        for name in sorted(runs.keys() - self._followers.keys(), key=lambda name: (_started_at(runs[name]), name)):
+        for name in sorted(runs.keys() - self._followers.keys(), key=lambda name: (_read_start_time(runs[name]), name)):
             self._numbers.setdefault(name, len(self._numbers))
-            follower = follower_of(runs[name])
+            follower = open_follower(runs[name])
             with self._lock:
                 self._followers[name] = follower
                 self._recipes[name] = RunFigures(runs[name], [], [])
@@ -362,7 +369,7 @@ class Board:
                 self._ends.wait(_LOOK_SECONDS)
 
     @contextmanager
-    def _noting(self, name: str) -> Iterator[None]:
+    def _note_errors(self, name: str) -> Iterator[None]:
         """Show an error as a note of its run, so that the others are followed whatever is wrong with this one."""
         try:
             yield
@@ -371,23 +378,23 @@ class Board:
             about = {"name": name, "task": "", "model": "", "status": "unknown", "version": 0, "read": 1.0}
             about |= {"number": self._numbers[name], "tags": [], "remark": ""}
             with self._lock:
-                self._rows[name] = {"id": name, **shown, **about, "note": unreadable(error)}
+                self._rows[name] = {"id": name, **shown, **about, "note": describe_unreadable(error)}
 
-    def _glance_at(self, name: str) -> None:
+    def _show_glance(self, name: str) -> None:
         """Show what the beginning and the end of a long run say."""
         with suppress(OSError):
-            self._glances[name] = self._row(name, RunFollower.glanced(self._followers[name].directory), "")
+            self._glances[name] = self._row(name, RunFollower.from_glance(self._followers[name].directory), "")
             self._show_reading(name)
 
     def _show_reading(self, name: str) -> None:
         follower = self._followers[name]
-        share = follower.read_bytes / max(1, follower.read_bytes + _unread(follower))
+        share = follower.read_bytes / max(1, follower.read_bytes + _count_unread_bytes(follower))
         with self._lock:
             self._rows[name] = {**self._glances[name], "read": share, "version": follower.version}
 
     def _look_at(self, name: str, follower: RunFollower, until: float) -> None:
         damage = ""
-        parts = follower.looks()
+        parts = follower.read_in_parts()
         try:
             while not self._ends.is_set():
                 with self._lock:  # only for one part, as the page waits for it
@@ -399,14 +406,14 @@ class Board:
             pass
         except OSError as error:
             damage = f"events.jsonl: {error.strerror}"
-        if name in self._glances and not damage and _unread(follower) > _LITTLE_BYTES:
+        if name in self._glances and not damage and _count_unread_bytes(follower) > _LITTLE_BYTES:
             self._show_reading(name)
             return
         self._glances.pop(name, None)
         row = self._row(name, follower, damage)
         with self._lock:
             self._rows[name] = row
-        self._kept[name] = keep(follower, self._kept[name])
+        self._kept[name] = save_follower(follower, self._kept[name])
 
     def _row(self, name: str, follower: RunFollower, damage: str) -> dict[str, Any]:
         figures, recipe = RunFigures.followed(follower), self._recipes[name]
@@ -436,12 +443,13 @@ class Board:
         }
 
 
-def _curves(follower: RunFollower, axis: str, limit: int) -> dict[str, list[list[float | None]]]:
+def _build_curves(follower: RunFollower, axis: str, limit: int) -> dict[str, list[list[float | None]]]:
     by = "tokens" if axis == "flops" else axis
     columns_by_name = {name: follower.curves.points(name, by, limit) for name in follower.curves.values}
     evaluated = {metric for event in follower.events if event["event"] == "evaluate" for metric in event["metrics"]}
     columns_by_name |= {
-        f"validation/{metric}": _evaluations(follower, metric, by) for metric in sorted(evaluated)[:_MOST_CURVES]
+        f"validation/{metric}": _collect_evaluations(follower, metric, by)
+        for metric in sorted(evaluated)[:_MOST_CURVES]
     }
     columns_by_name |= {
         name: curves.points(name, by, limit) for name, curves in follower.metrics.items() if name not in columns_by_name
@@ -455,21 +463,21 @@ def _curves(follower: RunFollower, axis: str, limit: int) -> dict[str, list[list
     }
 
 
-def _started_at(directory: Path) -> float:
+def _read_start_time(directory: Path) -> float:
     try:
         return (directory / RECIPE).lstat().st_mtime
     except OSError:  # deleted meanwhile
         return 0.0
 
 
-def _unread(follower: RunFollower) -> int:
+def _count_unread_bytes(follower: RunFollower) -> int:
     try:
-        return follower.unread()
+        return follower.count_unread_bytes()
     except OSError:  # it has not begun, or was deleted
         return 0
 
 
-def _evaluations(follower: RunFollower, metric: str, by: str) -> list[list[float | None]]:
+def _collect_evaluations(follower: RunFollower, metric: str, by: str) -> list[list[float | None]]:
     at, places = follower.curves.positions["step"], follower.curves.positions[by]
     points: list[tuple[float | None, float]] = []
     for event in follower.events:
@@ -482,8 +490,8 @@ def _evaluations(follower: RunFollower, metric: str, by: str) -> list[list[float
     return [[step for step, _ in points], values, values, values]
 
 
-def _logs(directory: Path) -> list[str]:
-    return [name for name in files_inside(directory, "logs") if name.endswith(".log")]
+def _list_logs(directory: Path) -> list[str]:
+    return [name for name in list_files_inside(directory, "logs") if name.endswith(".log")]
 
 
 _MAX_RANKS = 256  # of more, the first ones
@@ -509,13 +517,13 @@ class Ledgers:
         until, figures = self._known.get(run, (0.0, {}))
         started = time.monotonic()
         if started >= until:
-            figures = _ledger_figures(run, events)
+            figures = _build_ledger_figures(run, events)
             now = time.monotonic()
             self._known[run] = now + max(_REREAD_SECONDS, _REREAD_TIMES * (now - started)), figures
         return figures
 
 
-def _ledger_figures(run: Path, events: Sequence[EventRecord]) -> dict[str, Any]:
+def _build_ledger_figures(run: Path, events: Sequence[EventRecord]) -> dict[str, Any]:
     # Only a run that went back has repeated anything; which steps, all its events say.
     went_back = sum(event["event"] in ("start", "rewind") for event in events) > 1
     ledger = read_ledger(run, read_log(run / "events.jsonl").everything if went_back else ())[:_MAX_RANKS]
@@ -526,7 +534,7 @@ def _ledger_figures(run: Path, events: Sequence[EventRecord]) -> dict[str, Any]:
                 "rank": each.rank,
                 "trained": each.trained,
                 "seconds": dict(each.seconds),
-                "now": figures_of([each.lines[-1].system]),
+                "now": format_figures([each.lines[-1].system]),
             }
             for each in ledger
         ],
@@ -536,6 +544,6 @@ def _ledger_figures(run: Path, events: Sequence[EventRecord]) -> dict[str, Any]:
                 "notable": curves.is_notable,
                 "ranks": {rank: list(zip(*points, strict=True)) for rank, points in curves.points.items() if points},
             }
-            for curves in machine_curves(ledger, _MAX_POINTS)
+            for curves in iterate_machine_curves(ledger, _MAX_POINTS)
         ],
     }

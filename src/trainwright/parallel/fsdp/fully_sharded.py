@@ -32,7 +32,14 @@ from torch.distributed.tensor import DTensor
 
 from trainwright.errors import RequestError
 from trainwright.parallel.bf16_weights import Bf16Part, Bf16Weights
-from trainwright.parallel.layout import ModelLayout, Shard, dtype_name, find_units, persistent_buffers, tensor_placement
+from trainwright.parallel.layout import (
+    ModelLayout,
+    Shard,
+    describe_tensor_placement,
+    find_units,
+    format_dtype_names,
+    iterate_persistent_buffers,
+)
 from trainwright.parallel.matrix_exchange import MatrixExchange, Ranks
 from trainwright.parallel.strategy import (
     DividedByRows,
@@ -40,12 +47,12 @@ from trainwright.parallel.strategy import (
     RowShards,
     StrategyConfig,
     add_gradient,
+    compute_squared_norm,
     exchange_averages,
     prepare_optimizer_state,
     set_learning_rate,
-    squared_norm,
 )
-from trainwright.parallel.world import World, ensure_process_group, memory_shortage
+from trainwright.parallel.world import World, ensure_process_group, explain_memory_shortage
 
 if TYPE_CHECKING:
     from trainwright.models.weights import Weights
@@ -69,9 +76,9 @@ class FullySharded:
         self.module = module
         self._replicas = parallel.replicate_size
         self._shard_ranks = world.size // parallel.replicate_size
-        self._mesh = _mesh(world, parallel.replicate_size)
+        self._mesh = _build_mesh(world, parallel.replicate_size)
         self._reshard = parallel.reshard_after_forward
-        self._buffers = {key for key, _ in persistent_buffers(module)}
+        self._buffers = {key for key, _ in iterate_persistent_buffers(module)}
         # FSDP2 shards along the first dimension; scalars are replicated on every rank.
         self._scalars = {key: p for key, p in module.named_parameters() if p.dim() == 0}
         if setup.rounding_seed is not None:
@@ -80,19 +87,19 @@ class FullySharded:
             find_units(module, setup.blocks, parallel.wrap), setup.dtype, parallel.offload_parameters
         )
         self._parameters = dict(module.named_parameters())
-        self._masters = {key: _local(p) for key, p in self._parameters.items() if p.requires_grad}
+        self._masters = {key: _select_local(p) for key, p in self._parameters.items() if p.requires_grad}
         self._sums: dict[str, torch.Tensor] = {}  # gradients of shards in bf16 over earlier micro-batches, in fp32
         self._last = True
-        self.bf16_weights = None if setup.rounding_seed is None else self._bf16_weights(setup.rounding_seed)
+        self.bf16_weights = None if setup.rounding_seed is None else self._build_bf16_weights(setup.rounding_seed)
         self._optimizer = setup.make_optimizer(self._masters.items())
         if isinstance(self._optimizer, NeedsFullMatrices):
-            self._optimizer.exchange = self._matrix_exchange()
+            self._optimizer.exchange = self._build_matrix_exchange()
         if isinstance(self._optimizer, DividedByRows):
-            self._optimizer.divide(self._row_shards())
+            self._optimizer.divide(self._build_row_shards())
         if setup.weights is not None:
             self._fill(setup.weights)
 
-    def _bf16_weights(self, seed: int) -> Bf16Weights:
+    def _build_bf16_weights(self, seed: int) -> Bf16Weights:
         """Replace the shards by masters that exist during an update, and sum gradients of several micro-batches."""
         parts = {}
         for key, local in self._masters.items():
@@ -119,8 +126,8 @@ class FullySharded:
     def _fill(self, weights: Weights) -> None:
         with torch.no_grad():
             for key, parameter in self._parameters.items():
-                weights.fill(key, self._shard_of(key, _local(parameter)), self.world)
-            for key, buffer in self._persistent():
+                weights.fill(key, self._shard_of(key, _select_local(parameter)), self.world)
+            for key, buffer in self._iterate_persistent():
                 weights.fill(key, Shard.full(buffer), self.world)
 
     def _shard(self, units: list[nn.Module], dtype: torch.dtype, offload: bool) -> FSDPModule:
@@ -152,7 +159,7 @@ class FullySharded:
             # Experts that received no token of this rank.
             sharded.set_reduce_scatter_unused_params(True)
         assert isinstance(self.module, FSDPModule)
-        _materialize(self.module, device, torch.device("cpu") if offload else device)
+        _materialize_tensors(self.module, device, torch.device("cpu") if offload else device)
         self._scalars = {key: p for key, p in self.module.named_parameters() if p.dim() == 0}
         _make_root(self.module)
         return self.module
@@ -186,8 +193,8 @@ class FullySharded:
     def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm over all parameters of the exchanged gradients, the same on every rank."""
         grads = dict(self._gradients())
-        replicated = squared_norm(grad for key, grad in grads.items() if key in self._scalars)
-        shards = squared_norm(grad for key, grad in grads.items() if key not in self._scalars)
+        replicated = compute_squared_norm(grad for key, grad in grads.items() if key in self._scalars)
+        shards = compute_squared_norm(grad for key, grad in grads.items() if key not in self._scalars)
         # All ranks' shards are summed, so each is counted once per replica.
         return (self.world.sum_tensor(shards) / self._replicas + replicated).sqrt()
 
@@ -226,12 +233,12 @@ class FullySharded:
         exchange_averages(self._optimizer)
         self._root.reset_iter_state()  # gathered parameters have the other weights
 
-    def _row_shards(self) -> RowShards:
+    def _build_row_shards(self) -> RowShards:
         shapes = {master: tuple(self._parameters[key].shape) for key, master in self._masters.items()}
         group = self._mesh.get_group("shard")
         return RowShards(self._shard_ranks, shapes.__getitem__, lambda tensor: dist.all_reduce(tensor, group=group))
 
-    def _matrix_exchange(self) -> MatrixExchange:
+    def _build_matrix_exchange(self) -> MatrixExchange:
         shapes = {master: self._parameters[key].shape for key, master in self._masters.items()}
         shards = Ranks(self._shard_ranks, self._mesh.get_local_rank("shard"), self._mesh.get_group("shard"))
         replicas = Ranks()
@@ -264,8 +271,8 @@ class FullySharded:
     def _shards(self) -> Iterator[tuple[str, Shard]]:
         """Yield everything that training changes, by its name in a checkpoint."""
         for key in self._masters:
-            yield f"model.{key}", self._shard_of(key, _local(self._parameters[key]))
-        for key, buffer in self._persistent():
+            yield f"model.{key}", self._shard_of(key, _select_local(self._parameters[key]))
+        for key, buffer in self._iterate_persistent():
             yield f"model.{key}", Shard.full(buffer, self.world.rank, self.world.size)
         for key, master in self._masters.items():
             for slot, value in self._optimizer.state[master].items():
@@ -292,9 +299,9 @@ class FullySharded:
             if frozen or key in self._masters:
                 tensor = parameter.detach().to(self.world.device)
                 yield key, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        yield from self._persistent()
+        yield from self._iterate_persistent()
 
-    def _persistent(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _iterate_persistent(self) -> Iterator[tuple[str, torch.Tensor]]:
         return ((key, buffer) for key, buffer in self.module.named_buffers() if key in self._buffers)
 
     def layout(self) -> ModelLayout:
@@ -308,13 +315,15 @@ class FullySharded:
             parameter=name,
             shape=tuple(parameter.shape),
             local_shape=tuple(parameter.to_local().shape),
-            placement=tensor_placement(parameter),
-            forward_dtype=dtype_name(dtype for unit in _units(self.module) for dtype, _ in _gathered_weights(unit)),
-            master_dtype=dtype_name(p.dtype for p in masters),
+            placement=describe_tensor_placement(parameter),
+            forward_dtype=format_dtype_names(
+                dtype for unit in _list_units(self.module) for dtype, _ in _iterate_gathered_weights(unit)
+            ),
+            master_dtype=format_dtype_names(p.dtype for p in masters),
             parameter_device=parameter.to_local().device.type,
             optimizer_device=self._masters[name].device.type,
             elements=sum(self._parameters[key].numel() for key in self._masters),
-            held=sum(_local(self._parameters[key]).numel() for key in self._masters),
+            held=sum(_select_local(self._parameters[key]).numel() for key in self._masters),
             updated=sum(p.numel() for p in updated),
             gradient_parts=parameter.device_mesh.size() // self._replicas,
             gradient_ranks=parameter.device_mesh.size(),
@@ -323,8 +332,12 @@ class FullySharded:
     @contextmanager
     def full_parameters(self, available_memory: int | None = None) -> Iterator[tuple[nn.Module, str | None]]:
         """Provide the module with full parameters on every rank, for generation."""
-        required = sum(dtype.itemsize * size for unit in _units(self.module) for dtype, size in _gathered_weights(unit))
-        reason = memory_shortage(self.world, required, available_memory)
+        required = sum(
+            dtype.itemsize * size
+            for unit in _list_units(self.module)
+            for dtype, size in _iterate_gathered_weights(unit)
+        )
+        reason = explain_memory_shortage(self.world, required, available_memory)
         if reason is not None:
             # Parameters outside the blocks are used throughout, and their hooks are the module's own, which generation
             # does not call.
@@ -337,7 +350,7 @@ class FullySharded:
                 self._root.reset_iter_state()
             return
         self._reshard_blocks(False)
-        for unit in _units(self.module):
+        for unit in _list_units(self.module):
             unit.unshard()
         try:
             yield self.module, None
@@ -350,7 +363,7 @@ class FullySharded:
         self._root.set_reshard_after_forward(False, recurse=False)
 
 
-def _mesh(world: World, replicas: int) -> DeviceMesh:
+def _build_mesh(world: World, replicas: int) -> DeviceMesh:
     """Return a mesh of the ranks, in rows of neighbors that share one copy of the model."""
     if world.size % replicas:
         raise RequestError(
@@ -381,7 +394,7 @@ def _make_root(module: nn.Module) -> None:
     module.reset_iter_state()
 
 
-def _materialize(module: nn.Module, device: torch.device, rests_on: torch.device) -> None:
+def _materialize_tensors(module: nn.Module, device: torch.device, rests_on: torch.device) -> None:
     """Allocate tensors that are on the meta device; sharded parameters on device ``rests_on``."""
     users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for user in module.modules():
@@ -419,7 +432,7 @@ def _prepare(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     parameter.data = parameter.data.contiguous()
 
 
-def _local(parameter: nn.Parameter) -> nn.Parameter:
+def _select_local(parameter: nn.Parameter) -> nn.Parameter:
     """Return the part of a parameter that this rank holds, in the same memory."""
     if not isinstance(parameter, DTensor):
         return parameter
@@ -427,11 +440,11 @@ def _local(parameter: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(parameter.to_local(), requires_grad=parameter.requires_grad)
 
 
-def _units(module: nn.Module) -> list[FSDPModule]:
+def _list_units(module: nn.Module) -> list[FSDPModule]:
     return [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
 
 
-def _gathered_weights(unit: FSDPModule) -> Iterator[tuple[torch.dtype, int]]:
+def _iterate_gathered_weights(unit: FSDPModule) -> Iterator[tuple[torch.dtype, int]]:
     """Yield the dtype that a unit casts each of its weights to when it gathers it, and the number of elements.
 
     FSDP2 shows it in its own state only.

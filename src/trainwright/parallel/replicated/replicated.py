@@ -18,21 +18,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainwright.data.stream.batch import on_device
-from trainwright.parallel.bf16_weights import Bf16Part, Bf16Weights, in_parts
+from trainwright.data.stream.batch import copy_to_device
+from trainwright.parallel.bf16_weights import Bf16Part, Bf16Weights, split_by_size
 from trainwright.parallel.constants import step_elements
-from trainwright.parallel.layout import ModelLayout, Shard, dtype_name, persistent_buffers, placement
+from trainwright.parallel.layout import (
+    ModelLayout,
+    Shard,
+    describe_placement,
+    format_dtype_names,
+    iterate_persistent_buffers,
+)
 from trainwright.parallel.matrix_exchange import MatrixExchange, Ranks
 from trainwright.parallel.strategy import (
     NeedsFullMatrices,
     StrategyConfig,
     add_gradient,
+    compute_squared_norm,
     exchange_averages,
     prepare_optimizer_state,
     set_learning_rate,
-    squared_norm,
 )
-from trainwright.recipe.strategy_spec import spec_of
+from trainwright.recipe.strategy_spec import look_up_strategy
 from trainwright.utils import heartbeat
 
 
@@ -121,18 +127,18 @@ class _Exchange:
         self, parameters: list[nn.Parameter], sums: dict[nn.Parameter, torch.Tensor], bucket_bytes: int | None
     ) -> None:
         self._sums = sums
-        self._buckets = _buckets(parameters, bucket_bytes)
+        self._buckets = _group_into_buckets(parameters, bucket_bytes)
         self._bucket_of = {p: i for i, bucket in enumerate(self._buckets) for p in bucket}
         self._active = False
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._ready)
+            parameter.register_post_accumulate_grad_hook(self._mark_ready)
 
     def begin(self) -> None:
         self._active = True
         self._missing = [len(bucket) for bucket in self._buckets]
         self._started: list[tuple[torch.Tensor, dist.Work]] = []
 
-    def _ready(self, parameter: nn.Parameter) -> None:
+    def _mark_ready(self, parameter: nn.Parameter) -> None:
         if not self._active:
             return
         self._missing[self._bucket_of[parameter]] -= 1
@@ -141,8 +147,8 @@ class _Exchange:
 
     def _start(self) -> None:
         bucket = self._buckets[len(self._started)]
-        flat = torch.empty(_elements(bucket), dtype=torch.float32, device=bucket[0].device)
-        for parameter, view in zip(bucket, _views(flat, bucket), strict=True):
+        flat = torch.empty(_count_elements(bucket), dtype=torch.float32, device=bucket[0].device)
+        for parameter, view in zip(bucket, _split_into_views(flat, bucket), strict=True):
             grad, before = parameter.grad, self._sums.get(parameter)
             view.zero_() if grad is None else view.copy_(grad)
             if before is not None:
@@ -156,7 +162,7 @@ class _Exchange:
     def finish(self) -> None:
         while len(self._started) < len(self._buckets):  # parameters that backward did not reach
             self._start()
-        with heartbeat.inside():
+        with heartbeat.report_waiting():
             for _, work in self._started:
                 work.wait()
         self._started = []
@@ -169,12 +175,12 @@ class _Exchange:
         for _, work in self._started:
             work.wait()
         for bucket in self._buckets[len(self._started) :]:
-            dist.all_reduce(torch.zeros(_elements(bucket), dtype=torch.float32, device=bucket[0].device))
+            dist.all_reduce(torch.zeros(_count_elements(bucket), dtype=torch.float32, device=bucket[0].device))
         self._started = []
         self._active = False
 
 
-def _buckets(parameters: list[nn.Parameter], bucket_bytes: int | None) -> list[list[nn.Parameter]]:
+def _group_into_buckets(parameters: list[nn.Parameter], bucket_bytes: int | None) -> list[list[nn.Parameter]]:
     if bucket_bytes is None:
         return [parameters[::-1]]
     buckets: list[list[nn.Parameter]] = []
@@ -189,11 +195,11 @@ def _buckets(parameters: list[nn.Parameter], bucket_bytes: int | None) -> list[l
     return buckets
 
 
-def _elements(bucket: list[nn.Parameter]) -> int:
+def _count_elements(bucket: list[nn.Parameter]) -> int:
     return sum(parameter.numel() for parameter in bucket)
 
 
-def _views(flat: torch.Tensor, bucket: list[nn.Parameter]) -> list[torch.Tensor]:
+def _split_into_views(flat: torch.Tensor, bucket: list[nn.Parameter]) -> list[torch.Tensor]:
     pieces = flat.split([parameter.numel() for parameter in bucket])
     return [piece.view(parameter.shape) for piece, parameter in zip(pieces, bucket, strict=True)]
 
@@ -223,7 +229,7 @@ class Replicated:
         for _, parameter in trainable:
             parameter.data = parameter.data.to(dtype)
         self._working = dict(trainable)
-        bucket_bytes = spec_of(self.name).bucket_bytes
+        bucket_bytes = look_up_strategy(self.name).bucket_bytes
         self._gradients = self.gradients(self._working.values(), exchange=world.size > 1, bucket_bytes=bucket_bytes)
         self._optimizer = setup.make_optimizer(self._masters.items())
         if world.size > 1 and isinstance(self._optimizer, NeedsFullMatrices):
@@ -238,7 +244,7 @@ class Replicated:
     def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm over all parameters of the exchanged gradients, the same on every rank."""
         grads = [g for p in self._working.values() if (g := self._gradients.of(p)) is not None]
-        return on_device(squared_norm(grads).sqrt(), self.world.device)
+        return copy_to_device(compute_squared_norm(grads).sqrt(), self.world.device)
 
     def step(self, learning_rate: float, scale: float) -> None:
         """Multiply the gradients by ``scale``, update the weights, and drop the gradients."""
@@ -295,7 +301,7 @@ class Replicated:
             yield list(self._masters)
         else:
             sizes = {name: master.numel() for name, master in self._masters.items()}
-            yield from in_parts(sizes, step_elements(self.world.device.type != "cpu"))
+            yield from split_by_size(sizes, step_elements(self.world.device.type != "cpu"))
 
     def discard_gradients(self) -> None:
         """Drop the gradients without changing the weights."""
@@ -342,7 +348,7 @@ class Replicated:
             if frozen or name in self._masters:
                 master = parameter if self.bf16_weights is not None else self._masters.get(name, parameter)
                 yield name, master.detach()
-        yield from persistent_buffers(self.module)
+        yield from iterate_persistent_buffers(self.module)
 
     def layout(self) -> ModelLayout:
         """Describe how this rank holds the model."""
@@ -355,9 +361,9 @@ class Replicated:
             parameter=name,
             shape=tuple(parameter.shape),
             local_shape=tuple(parameter.shape),
-            placement=placement("whole", 1, self._gradients.ranks),
-            forward_dtype=dtype_name(p.dtype for p in self.module.parameters() if p.is_floating_point()),
-            master_dtype=dtype_name(p.dtype for p in masters),
+            placement=describe_placement("whole", 1, self._gradients.ranks),
+            forward_dtype=format_dtype_names(p.dtype for p in self.module.parameters() if p.is_floating_point()),
+            master_dtype=format_dtype_names(p.dtype for p in masters),
             parameter_device=parameter.device.type,
             optimizer_device=master.device.type,
             elements=elements,

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
-from trainwright.parallel.zero.spec import BUCKET_ELEMENTS, stage_of
+from trainwright.parallel.zero.spec import BUCKET_ELEMENTS, look_up_stage
 from trainwright.recipe.files import read_json
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.parallel import ParallelSection
-from trainwright.recipe.strategy_spec import spec_of
-from trainwright.utils.paths import user_path
+from trainwright.recipe.strategy_spec import look_up_strategy
+from trainwright.utils.paths import expand_user_path
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ _OPTIMIZER_DEFAULTS = {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8, "weight_
 def read_file(path: str) -> dict[str, Any]:
     """Return the JSON of ``parallel.deepspeed_config``. Raises RequestError if it is invalid."""
     try:
-        content = read_json(user_path(path), pairs=_once)
+        content = read_json(expand_user_path(path), pairs=_refuse_duplicates)
     except RequestError as error:
         raise RequestError(f"parallel.deepspeed_config: {error}") from None
     if not isinstance(content, dict):
@@ -92,7 +92,7 @@ def read_file(path: str) -> dict[str, Any]:
     return content
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     counts = Counter(key for key, _ in pairs)
     if twice := sorted(key for key, count in counts.items() if count > 1):
         raise ValueError(f"{twice[0]} is set twice")
@@ -105,12 +105,12 @@ def check_file(recipe: RecipeSchema) -> None:
     Raises:
         RequestError: lists every key that contradicts the recipe or has no effect here.
     """
-    _refuse(recipe, lambda content: [*_unsupported(content), *_contradictions(content, recipe)])
+    _refuse(recipe, lambda content: [*_check_supported(content), *_check_contradictions(content, recipe)])
 
 
 def check_keys(recipe: RecipeSchema) -> None:
     """Raise RequestError for keys of the recipe's DeepSpeed file that are invalid with any recipe."""
-    _refuse(recipe, _unsupported)
+    _refuse(recipe, _check_supported)
 
 
 def _refuse(recipe: RecipeSchema, problems_of: Callable[[dict[str, Any]], Iterable[str]]) -> None:
@@ -119,7 +119,7 @@ def _refuse(recipe: RecipeSchema, problems_of: Callable[[dict[str, Any]], Iterab
         raise RequestError("\n".join(f"{file}: {problem}" for problem in problems))
 
 
-def _unsupported(content: dict[str, Any]) -> Iterator[str]:
+def _check_supported(content: dict[str, Any]) -> Iterator[str]:
     for key, value in content.items():
         if is_harmless(key, value):
             continue
@@ -143,23 +143,23 @@ def _unsupported(content: dict[str, Any]) -> Iterator[str]:
             yield f"zero_optimization.{key}: is not supported here; remove it"
 
 
-def _contradictions(content: dict[str, Any], recipe: RecipeSchema) -> Iterator[str]:
+def _check_contradictions(content: dict[str, Any], recipe: RecipeSchema) -> Iterator[str]:
     for key, value in content.items():
         if is_harmless(key, value):
             continue
         if key in _SECTIONS and isinstance(value, dict):
             yield from _SECTIONS[key](value, recipe)
         elif key in _BATCH or key == "gradient_clipping":
-            ours, expected = _scalar(key, recipe)
+            ours, expected = _look_up_scalar(key, recipe)
             if key == "gradient_accumulation_steps" and value == 1 and expected is None:
                 continue  # DeepSpeed's default, which sets nothing here: the packs of a step give the number
-            yield from _agrees(key, value, ours, expected)
+            yield from _check_agreement(key, value, ours, expected)
 
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def _scalar(key: str, recipe: RecipeSchema) -> tuple[str, Any]:
+def _look_up_scalar(key: str, recipe: RecipeSchema) -> tuple[str, Any]:
     """Return the recipe's key for one of DeepSpeed's, and its value; None if it differs from step to step."""
     train = recipe.train
     if key == "train_batch_size":
@@ -168,10 +168,10 @@ def _scalar(key: str, recipe: RecipeSchema) -> tuple[str, Any]:
         return "optimizer.max_grad_norm", recipe.optimizer.max_grad_norm or 0.0
     if key == "train_micro_batch_size_per_gpu":
         return "train.micro_batch_size", train.micro_batch_size if train.micro_batch_size != AUTO else None
-    return "train.gradient_accumulation_steps", _passes(recipe)
+    return "train.gradient_accumulation_steps", _count_passes(recipe)
 
 
-def _passes(recipe: RecipeSchema) -> int | None:
+def _count_passes(recipe: RecipeSchema) -> int | None:
     """Return the micro-batches per process and step; None if that depends on how examples fill packs."""
     train, processes = recipe.train, recipe.parallel.processes
     if isinstance(train.gradient_accumulation_steps, int):
@@ -182,21 +182,21 @@ def _passes(recipe: RecipeSchema) -> int | None:
     return None
 
 
-def _agrees(key: str, value: Any, ours: str, expected: Any) -> Iterator[str]:
+def _check_agreement(key: str, value: Any, ours: str, expected: Any) -> Iterator[str]:
     if value == AUTO:
         return
     if expected is None:
         yield f"{key}: {value}, but {ours} is auto and depends on the batch; set it to auto here too"
-    elif not _equal(value, expected):
+    elif not _is_equal(value, expected):
         yield f"{key}: {value} contradicts {ours} {expected}; set it to auto here, or change one of them"
 
 
-def _equal(value: Any, expected: Any) -> bool:
+def _is_equal(value: Any, expected: Any) -> bool:
     if isinstance(expected, (tuple, list)):
         return (
             isinstance(value, list)
             and len(value) == len(expected)
-            and all(_equal(one, other) for one, other in zip(value, expected, strict=True))
+            and all(_is_equal(one, other) for one, other in zip(value, expected, strict=True))
         )
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
@@ -205,7 +205,7 @@ def _equal(value: Any, expected: Any) -> bool:
     return bool(value == expected)
 
 
-def _optimizer(section: dict[str, Any], recipe: RecipeSchema) -> Iterator[str]:
+def _check_optimizer(section: dict[str, Any], recipe: RecipeSchema) -> Iterator[str]:
     ours = recipe.optimizer
     expected = {
         "lr": ("optimizer.learning_rate", ours.learning_rate),
@@ -220,18 +220,18 @@ def _optimizer(section: dict[str, Any], recipe: RecipeSchema) -> Iterator[str]:
     if kind != AUTO and str(kind).lower() not in ("adam", "adamw"):
         yield f"optimizer.type: {kind} contradicts optimizer.name {ours.name}"
     elif kind != AUTO:
-        torch_adam = _parameters(section).get("torch_adam") is True
+        torch_adam = _select_parameters(section).get("torch_adam") is True
         defaults = {**_OPTIMIZER_DEFAULTS, **({"weight_decay": 0.01} if torch_adam else {})}
-        yield from _left_out("optimizer", section, defaults, expected)
-    yield from _section("optimizer", section, {"type", "params"})
-    for key, value in _parameters(section).items():
+        yield from _check_left_out("optimizer", section, defaults, expected)
+    yield from _check_section_keys("optimizer", section, {"type", "params"})
+    for key, value in _select_parameters(section).items():
         if key in expected:
-            yield from _agrees(f"optimizer.params.{key}", value, *expected[key])
+            yield from _check_agreement(f"optimizer.params.{key}", value, *expected[key])
         elif not is_harmless(f"optimizer.params.{key}", value):
             yield f"optimizer.params.{key}: is not supported here; remove it"
 
 
-def _scheduler(section: dict[str, Any], recipe: RecipeSchema) -> Iterator[str]:
+def _check_scheduler(section: dict[str, Any], recipe: RecipeSchema) -> Iterator[str]:
     ours = recipe.optimizer
     kind = section.get("type", AUTO)
     if kind != AUTO and _SCHEDULES.get(kind) != ours.schedule:
@@ -241,7 +241,7 @@ def _scheduler(section: dict[str, Any], recipe: RecipeSchema) -> Iterator[str]:
             if kind in _SCHEDULES
             else f"scheduler.type: {kind} is not supported; remove the section and use optimizer.schedule"
         )
-    yield from _section("scheduler", section, {"type", "params"})
+    yield from _check_section_keys("scheduler", section, {"type", "params"})
     warmup = ours.warmup_steps
     expected = {
         "warmup_max_lr": ("optimizer.learning_rate", ours.learning_rate),
@@ -252,28 +252,28 @@ def _scheduler(section: dict[str, Any], recipe: RecipeSchema) -> Iterator[str]:
         "cos_min_ratio": ("optimizer.final_learning_rate_ratio", ours.final_learning_rate_ratio),
         "warmup_min_ratio": ("optimizer.warmup_steps, whose warm-up begins at", 0.0),
     }
-    if not warmup and _parameters(section).get("warmup_num_steps") in (AUTO, 0):
+    if not warmup and _select_parameters(section).get("warmup_num_steps") in (AUTO, 0):
         del expected["warmup_type"]  # there is no warm-up
     if _SCHEDULES.get(kind) == ours.schedule:
-        yield from _left_out("scheduler", section, _SCHEDULER_DEFAULTS[kind], expected)
-    for key, value in _parameters(section).items():
+        yield from _check_left_out("scheduler", section, _SCHEDULER_DEFAULTS[kind], expected)
+    for key, value in _select_parameters(section).items():
         if key in expected:
-            yield from _agrees(f"scheduler.params.{key}", value, *expected[key])
+            yield from _check_agreement(f"scheduler.params.{key}", value, *expected[key])
         elif key == "warmup_type":
             continue
         elif not is_harmless(f"scheduler.params.{key}", value):
             yield f"scheduler.params.{key}: is not supported here; remove it"
 
 
-def _left_out(
+def _check_left_out(
     name: str, section: dict[str, Any], defaults: dict[str, Any], expected: dict[str, tuple[str, Any]]
 ) -> Iterator[str]:
     """Yield the keys for which DeepSpeed would use a default that contradicts the recipe."""
     for key, default in defaults.items():
-        if key in _parameters(section) or key not in expected:
+        if key in _select_parameters(section) or key not in expected:
             continue
         ours, value = expected[key]
-        if value is None or not _equal(default, value):
+        if value is None or not _is_equal(default, value):
             shown = "linear" if key == "warmup_type" else f"auto, or to the value of {ours.partition(',')[0]},"
             yield (
                 f"{name}.params.{key}: is missing, and DeepSpeed's default {default} contradicts {ours} "
@@ -281,17 +281,17 @@ def _left_out(
             )
 
 
-def _parameters(section: dict[str, Any]) -> dict[str, Any]:
+def _select_parameters(section: dict[str, Any]) -> dict[str, Any]:
     parameters = section.get("params", {})
     return parameters if isinstance(parameters, dict) else {}
 
 
-def _section(name: str, section: dict[str, Any], known: set[str]) -> Iterator[str]:
+def _check_section_keys(name: str, section: dict[str, Any], known: set[str]) -> Iterator[str]:
     for key in (key for key, value in section.items() if key not in known and not is_harmless(f"{name}.{key}", value)):
         yield f"{name}.{key}: is not supported here; remove it"
 
 
-def _precision(name: str) -> Callable[[dict[str, Any], RecipeSchema], Iterator[str]]:
+def _build_precision_check(name: str) -> Callable[[dict[str, Any], RecipeSchema], Iterator[str]]:
     def problems(section: dict[str, Any], recipe: RecipeSchema) -> Iterator[str]:
         ours = recipe.train.mixed_precision
         enabled = section.get("enabled", False)
@@ -309,7 +309,7 @@ def _precision(name: str) -> Callable[[dict[str, Any], RecipeSchema], Iterator[s
     return problems
 
 
-def _data_types(section: dict[str, Any], recipe: RecipeSchema) -> Iterator[str]:
+def _check_data_types(section: dict[str, Any], recipe: RecipeSchema) -> Iterator[str]:
     for key, value in section.items():
         summed = key == "grad_accum_dtype" and value in (AUTO, "fp32", "float32")
         if not summed and not is_harmless(f"data_types.{key}", value):
@@ -319,7 +319,7 @@ def _data_types(section: dict[str, Any], recipe: RecipeSchema) -> Iterator[str]:
 def _zero(section: dict[str, Any], recipe: RecipeSchema) -> Iterator[str]:
     strategy = recipe.parallel.strategy
     stage = section.get("stage", AUTO)
-    if str(stage) not in (AUTO, str(stage_of(spec_of(strategy)))):
+    if str(stage) not in (AUTO, str(look_up_stage(look_up_strategy(strategy)))):
         yield f"zero_optimization.stage: {stage} contradicts parallel.strategy {strategy}"
     for key, value in section.items():
         if key in _OFFLOAD and not is_harmless(f"zero_optimization.{key}", value):
@@ -348,21 +348,21 @@ def _offload(key: str, value: Any, recipe: RecipeSchema) -> Iterator[str]:
         yield f"zero_optimization.{key}.device: {device} is not supported; cpu or none"
     elif device != AUTO and offloaded != (device == "cpu"):
         yield f"zero_optimization.{key}.device: {device} contradicts {_OFFLOAD[key]} {str(offloaded).lower()}"
-    yield from _section(f"zero_optimization.{key}", value, _OFFLOAD_KEYS)
+    yield from _check_section_keys(f"zero_optimization.{key}", value, _OFFLOAD_KEYS)
 
 
 _SECTIONS: dict[str, Callable[[dict[str, Any], RecipeSchema], Iterator[str]]] = {
-    "optimizer": _optimizer,
-    "scheduler": _scheduler,
-    "bf16": _precision("bf16"),
-    "bfloat16": _precision("bf16"),
-    "fp16": _precision("fp16"),
+    "optimizer": _check_optimizer,
+    "scheduler": _check_scheduler,
+    "bf16": _build_precision_check("bf16"),
+    "bfloat16": _build_precision_check("bf16"),
+    "fp16": _build_precision_check("fp16"),
     "zero_optimization": _zero,
-    "data_types": _data_types,
+    "data_types": _check_data_types,
 }
 
 
-def settings(parallel: ParallelSection, dtype: torch.dtype, module: nn.Module) -> dict[str, Any]:
+def build_settings(parallel: ParallelSection, dtype: torch.dtype, module: nn.Module) -> dict[str, Any]:
     """Return the configuration for ``deepspeed.initialize``: the user's tuning, and the engine's requirements.
 
     Args:
@@ -373,7 +373,7 @@ def settings(parallel: ParallelSection, dtype: torch.dtype, module: nn.Module) -
     content = {} if parallel.deepspeed_config is None else read_file(parallel.deepspeed_config)
     section = content.get("zero_optimization", {})
     section = section if isinstance(section, dict) else {}
-    stage = stage_of(spec_of(parallel.strategy))
+    stage = look_up_stage(look_up_strategy(parallel.strategy))
     config: dict[str, Any] = {key: content[key] for key in _PASSED if content.get(key, AUTO) != AUTO}
     config |= {
         # The engine controls where a step ends and divides the loss itself; these only have to be consistent.
@@ -387,7 +387,7 @@ def settings(parallel: ParallelSection, dtype: torch.dtype, module: nn.Module) -
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
-            **_sizes(module, stage, dtype),
+            **_choose_sizes(module, stage, dtype),
             **{key: section[key] for key in _PASSED_ZERO & section.keys() if section[key] != AUTO},
             **_offload_settings(parallel, section),
             "stage": stage,
@@ -401,7 +401,7 @@ def settings(parallel: ParallelSection, dtype: torch.dtype, module: nn.Module) -
     return config
 
 
-def _sizes(module: nn.Module, stage: int, dtype: torch.dtype) -> dict[str, Any]:
+def _choose_sizes(module: nn.Module, stage: int, dtype: torch.dtype) -> dict[str, Any]:
     # The bits of a quantized matrix, flat, become as many elements of the dtype as have their bytes.
     bits = sum(p.nbytes for p in module.parameters() if not p.is_floating_point()) // dtype.itemsize
     others = [parameter for parameter in module.parameters() if parameter.is_floating_point()]

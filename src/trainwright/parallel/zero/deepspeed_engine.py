@@ -35,7 +35,7 @@ def import_deepspeed(world: World) -> Any:
     """
     DEEPSPEED.check()
     # Otherwise DeepSpeed detects the device on import and takes a GPU that is not used.
-    with _variables({"DS_ACCELERATOR": world.device.type}):
+    with _set_environment({"DS_ACCELERATOR": world.device.type}):
         deepspeed = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     # It calls collectives by names that torch 2.13 has deprecated, with a warning at every call.
@@ -77,7 +77,7 @@ def start_engine(
     # It only takes its device from this variable, also during training, which is not the local rank if every process
     # only sees its own GPU. Open MPI's variable is only read here.
     os.environ["LOCAL_RANK"] = str(world.local_rank if world.device.index is None else world.device.index)
-    with _variables({"OMPI_COMM_WORLD_LOCAL_RANK": None}):
+    with _set_environment({"OMPI_COMM_WORLD_LOCAL_RANK": None}):
         if cut:
             deepspeed.zero.Init(module=turns, config_dict_or_path=config, dtype=dtype)
             for buffer in module.buffers():
@@ -85,7 +85,7 @@ def start_engine(
         else:
             list(turns.parameters())
         # Separate hook tables for DeepSpeed; the existing ones are not changed.
-        set_hooks(module, [{name: table.copy() for name, table in part.items()} for part in hooks(module)])
+        set_hooks(module, [{name: table.copy() for name, table in part.items()} for part in list_hooks(module)])
         engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
     if cut:
         _gather_unseen(engine.optimizer.parameter_offload)
@@ -106,13 +106,13 @@ class _InTurns(nn.Module):
             yield parameter
 
 
-def hooks(module: nn.Module) -> Hooks:
+def list_hooks(module: nn.Module) -> Hooks:
     """Return the hook tables of every submodule."""
     return [{name: getattr(part, name) for name in _HOOKS} for part in module.modules()]
 
 
 def set_hooks(module: nn.Module, tables: Hooks) -> None:
-    """Restore the hook tables that ``hooks`` returned."""
+    """Restore the hook tables that ``list_hooks`` returned."""
     for part, hooks_of_part in zip(module.modules(), tables, strict=True):
         for name, table in hooks_of_part.items():
             setattr(part, name, table)
@@ -151,7 +151,7 @@ def _gather_unseen(offload: Any) -> None:
 
 
 @contextmanager
-def _variables(values: dict[str, str | None]) -> Iterator[None]:
+def _set_environment(values: dict[str, str | None]) -> Iterator[None]:
     """Set or unset environment variables temporarily."""
     before = {name: os.environ.get(name) for name in values}
     try:

@@ -63,7 +63,7 @@ class Partitions(Protocol):
     def gradient_parts(self) -> int:
         """Return the number of ranks over which a reduced gradient is sharded."""
 
-    def optimizer_step(self) -> None:
+    def take_optimizer_step(self) -> None:
         """Take a step of the inner optimizer over the partitions, with their gradients."""
 
     def refresh(self) -> None:
@@ -73,7 +73,7 @@ class Partitions(Protocol):
         """Drop gradients, including those that DeepSpeed keeps for parameters that the next step does not reach."""
 
 
-def partitions(optimizer: Any) -> Partitions:
+def build_partitions(optimizer: Any) -> Partitions:
     """Return the partitions of the optimizer made by ``deepspeed.initialize``; ZeRO-1 in bf16 has its own class."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return _Stage3(optimizer)
@@ -123,9 +123,9 @@ class _Stage1And2:
             yield from (group or ()) if flat is None else (flat,)
 
     def gradient_parts(self) -> int:
-        return _ranks(self._optimizer) if self._optimizer.partition_gradients else 1
+        return _count_ranks(self._optimizer) if self._optimizer.partition_gradients else 1
 
-    def optimizer_step(self) -> None:
+    def take_optimizer_step(self) -> None:
         self._optimizer.optimizer.step()
 
     def refresh(self) -> None:
@@ -194,7 +194,7 @@ class _Stage3:
         for group in self._optimizer.fp16_groups:
             for parameter in group:
                 index, position, _ = self._optimizer.grad_position[self._optimizer.get_param_id(parameter)]
-                shape, ranges = tuple(parameter.ds_shape), chunks(parameter.ds_numel, size)
+                shape, ranges = tuple(parameter.ds_shape), split_into_chunks(parameter.ds_numel, size)
                 begin, end = ranges[rank]
                 pieces[names[parameter]] = ParameterPiece(shape, ranges, begin, end - begin, index, position)
         return pieces
@@ -207,9 +207,9 @@ class _Stage3:
             yield self._optimizer.grad_partitions_flat_buffer
 
     def gradient_parts(self) -> int:
-        return _ranks(self._optimizer)
+        return _count_ranks(self._optimizer)
 
-    def optimizer_step(self) -> None:
+    def take_optimizer_step(self) -> None:
         self._optimizer._set_fp32_optimizer_param_groups()
         self._optimizer.optimizer.step()
         self._optimizer._clear_fp32_optimizer_param_groups()
@@ -234,23 +234,25 @@ class _Stage3:
             optimizer.reset_cpu_buffers()
 
 
-def _ranks(optimizer: Any) -> int:
+def _count_ranks(optimizer: Any) -> int:
     return dist.get_world_size(optimizer.dp_process_group)
 
 
-def chunks(total: int, size: int) -> tuple[tuple[int, int], ...]:
+def split_into_chunks(total: int, size: int) -> tuple[tuple[int, int], ...]:
     """Return ZeRO-3's chunks of a parameter of ``total`` elements: equal, with padding at the end."""
     chunk = -(-total // size)
     return tuple((min(r * chunk, total), min((r + 1) * chunk, total)) for r in range(size))
 
 
-def row_blocks(pieces: Mapping[str, tuple[ParameterPiece, torch.Tensor]], rank: int, size: int) -> dict[str, Shard]:
+def build_row_blocks(
+    pieces: Mapping[str, tuple[ParameterPiece, torch.Tensor]], rank: int, size: int
+) -> dict[str, Shard]:
     """Return this rank's rows of every tensor. Every rank must call this.
 
     Args:
         pieces: by name, in the same order on every rank; each piece with its elements (1-D, all of one dtype).
     """
-    heads = {name: _heads(piece) for name, (piece, _) in pieces.items()}
+    heads = {name: _count_head_elements(piece) for name, (piece, _) in pieces.items()}
     received = _exchange(pieces, heads, rank, size)
     shards = {}
     for name, (piece, local) in pieces.items():
@@ -258,43 +260,43 @@ def row_blocks(pieces: Mapping[str, tuple[ParameterPiece, torch.Tensor]], rank: 
             if piece.size:
                 shards[name] = Shard(local.reshape(()), (), ())
             continue
-        begin, end = _owned_rows(piece, rank)
+        begin, end = _find_owned_rows(piece, rank)
         rows = local[heads[name][rank] :]
-        missing = (end - begin) * _width(piece) - rows.numel()
+        missing = (end - begin) * _count_row_elements(piece) - rows.numel()
         if missing > 0:
-            rows = torch.cat([rows, *_following(received, name, rank, missing)])
-        shards[name] = Shard(rows.reshape(end - begin, *piece.shape[1:]), piece.shape, _offset(piece, begin))
+            rows = torch.cat([rows, *_collect_following(received, name, rank, missing)])
+        shards[name] = Shard(rows.reshape(end - begin, *piece.shape[1:]), piece.shape, _build_offset(piece, begin))
     return shards
 
 
-def covering_rows(piece: ParameterPiece, dtype: torch.dtype) -> tuple[Shard, slice]:
+def build_covering_rows(piece: ParameterPiece, dtype: torch.dtype) -> tuple[Shard, slice]:
     """Return an empty block of the rows that a piece overlaps, and the piece's slice of the flattened block."""
-    width = _width(piece)
+    width = _count_row_elements(piece)
     first, last = piece.begin // width, -(-(piece.begin + piece.size) // width)
     shape = (last - first, *piece.shape[1:]) if piece.shape else ()
     block = torch.empty(shape, dtype=dtype, device="meta")
     begin = piece.begin - first * width
-    return Shard(block, piece.shape, _offset(piece, first)), slice(begin, begin + piece.size)
+    return Shard(block, piece.shape, _build_offset(piece, first)), slice(begin, begin + piece.size)
 
 
-def _width(piece: ParameterPiece) -> int:
+def _count_row_elements(piece: ParameterPiece) -> int:
     return max(1, math.prod(piece.shape[1:]))
 
 
-def _offset(piece: ParameterPiece, row: int) -> tuple[int, ...]:
+def _build_offset(piece: ParameterPiece, row: int) -> tuple[int, ...]:
     return (row, *(0 for _ in piece.shape[1:])) if piece.shape else ()
 
 
-def _owned_rows(piece: ParameterPiece, rank: int) -> tuple[int, int]:
+def _find_owned_rows(piece: ParameterPiece, rank: int) -> tuple[int, int]:
     """Return the rows whose first element is in a rank's range."""
-    width = _width(piece)
+    width = _count_row_elements(piece)
     begin, end = piece.ranges[rank]
     return (-(-begin // width), -(-end // width)) if end > begin else (0, 0)
 
 
-def _heads(piece: ParameterPiece) -> list[int]:
+def _count_head_elements(piece: ParameterPiece) -> list[int]:
     """Return, for every rank, the elements at the start of its range whose row starts before it."""
-    width = _width(piece)
+    width = _count_row_elements(piece)
     return [min(-(-begin // width) * width, end) - begin if end > begin else 0 for begin, end in piece.ranges]
 
 
@@ -323,7 +325,7 @@ def _exchange(
     return received
 
 
-def _following(received: _Received, name: str, rank: int, missing: int) -> list[torch.Tensor]:
+def _collect_following(received: _Received, name: str, rank: int, missing: int) -> list[torch.Tensor]:
     """Return the rest of this rank's last row, from the following ranks that hold it."""
     parts = []
     while missing > 0:

@@ -17,19 +17,31 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainwright.parallel.layout import ModelLayout, Shard, dtype_name, persistent_buffers, placement
-from trainwright.parallel.strategy import StrategyConfig, exchange_averages, set_learning_rate, squared_norm
-from trainwright.parallel.world import memory_shortage
-from trainwright.parallel.zero.deepspeed_config import settings
+from trainwright.parallel.layout import (
+    ModelLayout,
+    Shard,
+    describe_placement,
+    format_dtype_names,
+    iterate_persistent_buffers,
+)
+from trainwright.parallel.strategy import StrategyConfig, compute_squared_norm, exchange_averages, set_learning_rate
+from trainwright.parallel.world import explain_memory_shortage
+from trainwright.parallel.zero.deepspeed_config import build_settings
 from trainwright.parallel.zero.deepspeed_engine import (
-    hooks,
     import_deepspeed,
+    list_hooks,
     reset_module_order,
     set_hooks,
     start_engine,
 )
-from trainwright.parallel.zero.partitions import ParameterPiece, chunks, covering_rows, partitions, row_blocks
-from trainwright.recipe.strategy_spec import spec_of
+from trainwright.parallel.zero.partitions import (
+    ParameterPiece,
+    build_covering_rows,
+    build_partitions,
+    build_row_blocks,
+    split_into_chunks,
+)
+from trainwright.recipe.strategy_spec import look_up_strategy
 
 
 class Zero:
@@ -46,7 +58,7 @@ class Zero:
         world, module, dtype, weights = setup.world, setup.module, setup.dtype, setup.weights
         self.name = setup.parallel.strategy
         self.world = world
-        self._sharded = spec_of(self.name).shards_parameters
+        self._sharded = look_up_strategy(self.name).shards_parameters
         # ZeRO-3 only averages gradients. Their sum is computed from the reduced fp32 gradients: a factor of the loss
         # would pass through a backward pass in bf16, which rounds it unless it is a power of two.
         self._averaged = world.size if self._sharded else 1
@@ -58,16 +70,16 @@ class Zero:
         self._originals: dict[str, torch.Tensor] = {}  # fp32 values of trainable parameters that this rank needs
         optimizer = setup.make_optimizer((key, p) for key, p in module.named_parameters() if p.requires_grad)
         self._optimizer = optimizer
-        self._hooks = hooks(module)
+        self._hooks = list_hooks(module)
         prepare = functools.partial(self._set_precision, dtype=dtype)
-        config = settings(setup.parallel, dtype, module)
+        config = build_settings(setup.parallel, dtype, module)
         self._engine = start_engine(world, module, optimizer, config, dtype, prepare, cut=self._sharded)
         self.module: nn.Module = self._engine
-        self._partitions = partitions(self._engine.optimizer)
+        self._partitions = build_partitions(self._engine.optimizer)
         self._pieces = self._partitions.pieces(self._names, world.rank, world.size)
         self._restore_masters()
         if weights is not None:
-            for name, buffer in persistent_buffers(self._model):
+            for name, buffer in iterate_persistent_buffers(self._model):
                 weights.fill(name, Shard.full(buffer), world)
 
     def _set_precision(self, parameter: nn.Parameter, dtype: torch.dtype) -> None:
@@ -79,7 +91,7 @@ class Zero:
         if parameter.requires_grad and dtype != torch.float32:
             own = full
             if self._sharded:
-                begin, end = chunks(full.numel(), self.world.size)[self.world.rank]
+                begin, end = split_into_chunks(full.numel(), self.world.size)[self.world.rank]
                 own = full.flatten()[begin:end].clone()
             self._originals[name] = own
         packed = not parameter.is_floating_point()  # a quantized matrix; all that DeepSpeed shards has one dtype
@@ -102,7 +114,7 @@ class Zero:
 
     def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm over all parameters of the exchanged gradients, the same on every rank."""
-        return self.world.sum_tensor(squared_norm(self._partitions.gradients())).sqrt() * self._averaged
+        return self.world.sum_tensor(compute_squared_norm(self._partitions.gradients())).sqrt() * self._averaged
 
     def step(self, learning_rate: float, scale: float) -> None:
         """Multiply the gradients by ``scale``, update the weights, and drop the gradients."""
@@ -131,11 +143,11 @@ class Zero:
                     tensors[f"optimizer.{slot}.{name}"] = piece, piece.of(value)
                 else:
                     shards[f"optimizer.{slot}.{name}"] = Shard.full(value, rank, size)
-        for name, buffer in persistent_buffers(self._model):
+        for name, buffer in iterate_persistent_buffers(self._model):
             shards[f"model.{name}"] = Shard.full(buffer, rank, size)
         for dtype in sorted({local.dtype for _, local in tensors.values()}, key=str):  # in the same order on all ranks
             alike = {name: item for name, item in tensors.items() if item[1].dtype == dtype}
-            shards.update(row_blocks(alike, rank, size))
+            shards.update(build_row_blocks(alike, rank, size))
         return shards
 
     def load_state(self, read: Callable[[str, Shard], torch.Tensor], *, optimizer: bool = True) -> None:
@@ -154,7 +166,7 @@ class Zero:
                         _fill(piece, piece.of(value), f"optimizer.{slot}.{name}", read)
                     else:
                         value.copy_(read(f"optimizer.{slot}.{name}", Shard.full(value)))
-            for name, buffer in persistent_buffers(self._model):
+            for name, buffer in iterate_persistent_buffers(self._model):
                 buffer.copy_(read(f"model.{name}", Shard.full(buffer)))
             self._partitions.refresh()
 
@@ -173,7 +185,7 @@ class Zero:
         gradients = [master.grad for master in masters]
         for master in masters:
             master.grad = torch.zeros_like(master)
-        self._partitions.optimizer_step()
+        self._partitions.take_optimizer_step()
         for master, grad in zip(masters, gradients, strict=True):
             master.grad = grad
 
@@ -184,17 +196,17 @@ class Zero:
         for name, parameter in named_parameters:
             piece = self._pieces.get(name)
             if piece is not None:
-                yield name, self._assemble(piece, piece.of(masters[piece.group].detach()))
+                yield name, self._assemble_tensor(piece, piece.of(masters[piece.group].detach()))
             elif not frozen:
                 continue
             elif self._sharded:
-                piece = _frozen_piece(parameter, self.world.rank, self.world.size)
-                yield name, self._assemble(piece, parameter.ds_tensor.detach()[: piece.size])
+                piece = _build_frozen_piece(parameter, self.world.rank, self.world.size)
+                yield name, self._assemble_tensor(piece, parameter.ds_tensor.detach()[: piece.size])
             else:
                 yield name, parameter.detach()
-        yield from persistent_buffers(self._model)
+        yield from iterate_persistent_buffers(self._model)
 
-    def _assemble(self, piece: ParameterPiece, local: torch.Tensor) -> torch.Tensor:
+    def _assemble_tensor(self, piece: ParameterPiece, local: torch.Tensor) -> torch.Tensor:
         """Return the full tensor. All ranks but one contribute zero bytes, so the sum is exact in any dtype."""
         total = piece.ranges[-1][1]
         full = torch.zeros(total, dtype=local.dtype, device=self.world.device)
@@ -222,9 +234,9 @@ class Zero:
             parameter=name,
             shape=piece.shape,
             local_shape=(piece.size,) if self._sharded else piece.shape,
-            placement=placement("flat", ranks, 1) if self._sharded else placement("whole", 1, ranks),
-            forward_dtype=dtype_name(p.dtype for p in self._names if p.is_floating_point()),
-            master_dtype=dtype_name(master.dtype for master in masters),
+            placement=describe_placement("flat", ranks, 1) if self._sharded else describe_placement("whole", 1, ranks),
+            forward_dtype=format_dtype_names(p.dtype for p in self._names if p.is_floating_point()),
+            master_dtype=format_dtype_names(master.dtype for master in masters),
             parameter_device=rests.device.type,
             optimizer_device=masters[piece.group].device.type,
             elements=sum(math.prod(p.shape) for p in self._pieces.values()),
@@ -242,7 +254,7 @@ class Zero:
             return
         parameters: Any = list(self._model.parameters())
         required = sum(p.ds_numel * p.element_size() for p in parameters)
-        reason = memory_shortage(self.world, required, available_memory)
+        reason = explain_memory_shortage(self.world, required, available_memory)
         if reason is not None:
             try:
                 yield self._model, reason
@@ -251,7 +263,7 @@ class Zero:
             return
         # DeepSpeed's hooks would free each layer after it runs, and gather it again for the next token with all ranks
         # taking part, but ranks generate answers of different lengths.
-        installed = hooks(self._model)
+        installed = list_hooks(self._model)
         with self._gather(parameters):
             set_hooks(self._model, self._hooks)
             try:
@@ -272,9 +284,9 @@ def _replace_meta_parameters(module: nn.Module) -> None:
                 )
 
 
-def _frozen_piece(parameter: Any, rank: int, size: int) -> ParameterPiece:
+def _build_frozen_piece(parameter: Any, rank: int, size: int) -> ParameterPiece:
     """Return the piece of a frozen parameter under ZeRO-3: chunked like the others, but in no partition."""
-    ranges = chunks(parameter.ds_numel, size)
+    ranges = split_into_chunks(parameter.ds_numel, size)
     begin, end = ranges[rank]
     return ParameterPiece(tuple(parameter.ds_shape), ranges, begin, end - begin, group=-1, position=0)
 
@@ -282,5 +294,5 @@ def _frozen_piece(parameter: Any, rank: int, size: int) -> ParameterPiece:
 def _fill(piece: ParameterPiece, local: torch.Tensor, name: str, read: Callable[[str, Shard], torch.Tensor]) -> None:
     """Read this rank's piece of a tensor."""
     if piece.size:
-        rows, inside = covering_rows(piece, local.dtype)
+        rows, inside = build_covering_rows(piece, local.dtype)
         local.copy_(read(name, rows).flatten()[inside])

@@ -14,9 +14,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from trainwright.parallel.constants import step_elements
-from trainwright.planning.memory.inventory import Inventory, optimizer_state
+from trainwright.planning.memory.inventory import Inventory, sum_optimizer_state
 from trainwright.planning.memory.strategies import FP32, StrategyMemory
-from trainwright.planning.memory.walk import Allocated, Flow, largest
+from trainwright.planning.memory.walk import Allocated, Flow, choose_largest
 
 
 class ShardedUnit(NamedTuple):
@@ -29,7 +29,7 @@ class ShardedUnit(NamedTuple):
 
 
 @lru_cache(maxsize=128)
-def units(inventory: Inventory, shards: int) -> tuple[ShardedUnit, ...]:
+def build_units(inventory: Inventory, shards: int) -> tuple[ShardedUnit, ...]:
     """Return embedding and head together, and then every block."""
     sums = [[0, 0] for _ in range(inventory.units - 1)]
     for weight in inventory.weights:
@@ -47,12 +47,12 @@ class FsdpMemory(StrategyMemory):
 
     def lasting(self) -> Mapping[str, int]:
         """Return the bytes held between steps, by purpose."""
-        every = units(self.inventory, self.choice.shards)
+        every = build_units(self.inventory, self.choice.shards)
         local, trained = sum(unit.local for unit in every), sum(unit.local_trained for unit in every)
         return {
             "parameters": (FP32 if self._masters else self.inventory.width) * trained
             + self.inventory.width * (local - trained),
-            "optimizer state": optimizer_state(self.inventory, self.optimizer, self.choice.shards),
+            "optimizer state": sum_optimizer_state(self.inventory, self.optimizer, self.choice.shards),
         }
 
     def flow(self) -> Flow:
@@ -64,7 +64,7 @@ class FsdpMemory(StrategyMemory):
 
     def step(self) -> int:
         """Return the bytes that the optimizer step needs in addition."""
-        trained = sum(unit.local_trained for unit in units(self.inventory, self.choice.shards))
+        trained = sum(unit.local_trained for unit in build_units(self.inventory, self.choice.shards))
         if self._masters:
             return FP32 * trained
         largest = max((weight.local(self.choice.shards) for weight in self.inventory.trainable), default=0)
@@ -75,16 +75,16 @@ class FsdpMemory(StrategyMemory):
 
     def gathered(self) -> int:
         """Return the bytes of all gathered units, and of the buffer that the last one is copied out of."""
-        sizes = [unit.padded * self.inventory.width for unit in units(self.inventory, self.choice.shards)]
+        sizes = [unit.padded * self.inventory.width for unit in build_units(self.inventory, self.choice.shards)]
         return sum(sizes) + sizes[-1]
 
     def outside_blocks(self) -> int:
         """Return the bytes of gathered parameters outside the blocks."""
-        return self.inventory.width * units(self.inventory, self.choice.shards)[0].padded
+        return self.inventory.width * build_units(self.inventory, self.choice.shards)[0].padded
 
     def copied(self) -> int:
         """Return the bytes of the largest unit, which is gathered at once."""
-        sizes = (unit.padded for unit in units(self.inventory, self.choice.shards))
+        sizes = (unit.padded for unit in build_units(self.inventory, self.choice.shards))
         return self.inventory.width * max(sizes) if self.choice.shards > 1 else 0
 
     def assembled(self) -> int:
@@ -125,7 +125,7 @@ class FsdpFlow(Flow):
         *,
         masters: bool = True,
     ) -> None:
-        self._units = units(inventory, shards)
+        self._units = build_units(inventory, shards)
         self._width, self._shards = inventory.width, shards
         self._reshard, self._offload, self._masters = reshard, offload, masters
         self._copies = not on_gpu and shards > 1  # gloo gathers and reduces through a copy
@@ -153,10 +153,10 @@ class FsdpFlow(Flow):
             self._gathered -= self._bytes(unit - 1)
         if unit == len(self._units) or not (self._reshard or self._first):
             return self.allocated  # already gathered
-        size, gathering = self._gathering(unit)
+        size, gathering = self._compute_gathering(unit)
         self._gathered += self._bytes(unit)
         self._buffer = size
-        return largest(gathering, self.allocated)
+        return choose_largest(gathering, self.allocated)
 
     def forward_ended(self) -> None:
         """End the forward passes."""
@@ -171,7 +171,7 @@ class FsdpFlow(Flow):
             self._gathered += self._bytes(unit)
             highest = self.allocated
             self._buffer = 0
-        return largest(highest, self._prefetch(unit - 1))
+        return choose_largest(highest, self._prefetch(unit - 1))
 
     def arrive(self, unit: int, name: str, numel: int) -> Allocated:
         """Add the gradient of a parameter in the backward pass and return the memory held."""
@@ -196,7 +196,7 @@ class FsdpFlow(Flow):
     def _bytes(self, unit: int) -> int:
         return self._units[unit].padded * self._width
 
-    def _gathering(self, unit: int) -> tuple[int, Allocated]:
+    def _compute_gathering(self, unit: int) -> tuple[int, Allocated]:
         """Return the bytes of the buffer that ``unit`` is gathered into, and the memory held meanwhile."""
         size = self._bytes(unit) if self._shards > 1 else 0
         copies = size if self._copies else 0
@@ -209,7 +209,7 @@ class FsdpFlow(Flow):
     def _prefetch(self, unit: int) -> Allocated:
         if unit == 0:
             return self.allocated
-        size, highest = self._gathering(unit)
+        size, highest = self._compute_gathering(unit)
         self._buffer += size
         return highest
 
@@ -234,7 +234,7 @@ class FsdpFlow(Flow):
         )
         if (self._first or not self._reshard) and not self._offload:
             self._summed += summed
-        return largest(highest, reduced)
+        return choose_largest(highest, reduced)
 
     def _keep(self, unit: int) -> Allocated:
         """Keep a unit's gradients in fp32 until those of later micro-batches are added."""

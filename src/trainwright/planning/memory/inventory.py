@@ -121,7 +121,7 @@ class Inventory:
 
 
 @lru_cache(maxsize=256)
-def optimizer_state(inventory: Inventory, optimizer: OptimizerState, shards: int = 1) -> int:
+def sum_optimizer_state(inventory: Inventory, optimizer: OptimizerState, shards: int = 1) -> int:
     """Return the bytes of optimizer state on the fullest of ``shards`` ranks that share each parameter's rows."""
     spec, total = OPTIMIZERS.get(optimizer.name), 0
     for weight in inventory.trainable:
@@ -136,21 +136,23 @@ def optimizer_state(inventory: Inventory, optimizer: OptimizerState, shards: int
     return total
 
 
-def slots(optimizer: OptimizerState) -> int:
+def count_slots(optimizer: OptimizerState) -> int:
     """Return the fp32 elements of state for each element of a parameter that is divided anywhere."""
     spec = OPTIMIZERS.get(optimizer.name)
     state = spec.state(StatePart((1,), 1, optimizer.momentum)) // _FP32 if callable(spec.state) else spec.state
     return state + optimizer.average
 
 
-def inventory(trace: ModelTrace[Any], width: int) -> Inventory:
+def build_inventory(trace: ModelTrace[Any], width: int) -> Inventory:
     """Return the parameters of a model that computes in elements of ``width`` bytes."""
     units = tuple(unit.parameters for unit in trace.units)
-    return _inventory(units, trace.order, width)  # the same for all batches
+    return _build_inventory_of_units(units, trace.order, width)  # the same for all batches
 
 
 @lru_cache(maxsize=64)
-def _inventory(units: tuple[tuple[TracedParameter, ...], ...], order: tuple[int, ...], width: int) -> Inventory:
+def _build_inventory_of_units(
+    units: tuple[tuple[TracedParameter, ...], ...], order: tuple[int, ...], width: int
+) -> Inventory:
     weights, scales, experts = [], 0, 0
     for number, parameters in enumerate(units[index] for index in order):
         for p in parameters:
@@ -161,6 +163,6 @@ def _inventory(units: tuple[tuple[TracedParameter, ...], ...], order: tuple[int,
     return Inventory(tuple(weights), len(order), width, scales, experts)
 
 
-def reference_numel(trace: ModelTrace[Any]) -> int:
+def count_reference_elements(trace: ModelTrace[Any]) -> int:
     """Return the number of elements of the reference model."""
     return sum(p.numel for index in trace.reference for p in trace.units[index].parameters)

@@ -13,13 +13,18 @@ from typing import Any
 
 from trainwright.machine.describe import Cluster
 from trainwright.parallel.constants import CACHED_ELEMENTS, SHARD_BYTES, SUMMED_ELEMENTS, USABLE
-from trainwright.planning.memory.inventory import Inventory, inventory, optimizer_state, reference_numel
-from trainwright.planning.memory.matrices import orthogonalizing, preconditioning
-from trainwright.planning.memory.micro_batch import computed
-from trainwright.planning.memory.process import SLACK, WORKSPACES, libraries, overhead
-from trainwright.planning.memory.strategies import FP32, StrategyMemory, memory_model
+from trainwright.planning.memory.inventory import (
+    Inventory,
+    build_inventory,
+    count_reference_elements,
+    sum_optimizer_state,
+)
+from trainwright.planning.memory.matrices import estimate_orthogonalization, estimate_preconditioning
+from trainwright.planning.memory.micro_batch import compute_batch_shape
+from trainwright.planning.memory.process import SLACK, WORKSPACES, estimate_libraries, estimate_overhead
+from trainwright.planning.memory.strategies import FP32, StrategyMemory, load_memory_model
 from trainwright.planning.memory.walk import Allocated, Order, Peak, Route, Walk
-from trainwright.planning.trace.traced import modules_of
+from trainwright.planning.trace.traced import trace_modules
 from trainwright.planning.workload import Choice, Workload
 from trainwright.recipe.registries import OPTIMIZERS
 
@@ -64,38 +69,38 @@ class Memory:
         return self.tensors + sum(self.overhead.values())
 
 
-def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
+def estimate_memory(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
     """Return the memory that ``choice`` needs for ``workload`` on a device of ``cluster``."""
-    trace = later = workload.trace(choice, cluster, computed(workload, choice, cluster))
+    trace = later = workload.trace(choice, cluster, compute_batch_shape(workload, choice, cluster))
     if choice.gradient_accumulation_steps > 1:
-        later = workload.trace(choice, cluster, computed(workload, choice, cluster, later=True))
+        later = workload.trace(choice, cluster, compute_batch_shape(workload, choice, cluster, later=True))
     on_gpu = cluster.device != "cpu"
-    parameters = inventory(trace, choice.width)
-    model = memory_model(choice.strategy)(parameters, choice, workload.optimizer_state, on_gpu)
+    parameters = build_inventory(trace, choice.width)
+    model = load_memory_model(choice.strategy)(parameters, choice, workload.optimizer_state, on_gpu)
     offloads = choice.activation_offload and on_gpu
-    route = _route(_of_any_batch(model), Order.of(trace), Order.of(later))
+    route = _build_route(_generalize_model(model), Order.of(trace), Order.of(later))
     walk = Walk(route, trace, later, offloads)
-    reference = reference_numel(trace) if trace.reference_copied else 0
-    base, host = _lasting(model, reference)
+    reference = count_reference_elements(trace) if trace.reference_copied else 0
+    base, host = _estimate_lasting(model, reference)
     between = sum(base.values())
-    norm = 0 if on_gpu else _norm(parameters, choice.shards, route.gradients)
+    norm = 0 if on_gpu else _estimate_norm(parameters, choice.shards, route.gradients)
     gathered = 0 if on_gpu else model.gathered()
     if gathered > USABLE * (cluster.usable_bytes // choice.num_processes - between):
         gathered = 0  # as in a GPU's memory if it is short, blocks are gathered one by one (parallel/world.py)
-    step = max(_update(workload, model, offloaded=bool(host)), 0 if host else route.gradients + norm)
+    step = max(_estimate_update(workload, model, offloaded=bool(host)), 0 if host else route.gradients + norm)
     if host and (on_host := model.gradients_on_host()):
         host["gradients"] = on_host
     phases = {
-        "load": base.get("parameters", 0) if on_gpu else _load(parameters, workload),
+        "load": base.get("parameters", 0) if on_gpu else _estimate_load(parameters, workload),
         "forward": between + walk.forward.total,
         "backward": between + walk.backward.total,
         "optimizer": between + step,
         "evaluation": between + walk.evaluation.total * workload.evaluates,
         "generation": between + gathered * workload.answers,
         "checkpoint": between,
-        "export": between + _exported(model, workload, gathered),
+        "export": between + _estimate_export(model, workload, gathered),
     }
-    reading = 0 if on_gpu or workload.model.adapter else _reading(parameters, workload.saved_width)
+    reading = 0 if on_gpu or workload.model.adapter else _estimate_reading(parameters, workload.saved_width)
     if reading <= cluster.usable_bytes - choice.num_processes * between:  # otherwise it is not read back
         phases["export"] = max(phases["export"], between + reading + model.outside_blocks() * bool(reading))
     if on_gpu:
@@ -105,27 +110,27 @@ def memory_of(workload: Workload, choice: Choice, cluster: Cluster) -> Memory:
         host[LOADING] = max(0, read - sum(host.values()))
     pinned = list(model.pinned()) if on_gpu else []
     if offloads:
-        activations = [size for unit in trace.in_order()[1:-1] for size in unit.forward.saved]
+        activations = [size for unit in trace.list_units()[1:-1] for size in unit.forward.saved]
         host["activations"] = sum(activations)
         pinned += activations
-    if excess := sum(map(excess_when_pinned, pinned)):
+    if excess := sum(map(compute_pinned_excess, pinned)):
         host["rounding of pinned memory"] = excess
     if workload.copies_state:
         width = FP32 if workload.master_weights else parameters.width
-        state = width * parameters.trained + optimizer_state(parameters, workload.optimizer_state)
+        state = width * parameters.trained + sum_optimizer_state(parameters, workload.optimizer_state)
         host[COPY] = -(-state // choice.num_processes)
     optimizer = Peak()
     optimizer.note(Allocated(gradients=step), 0)
     moment = max((walk.forward, walk.backward, optimizer), key=lambda peak: peak.total).parts()
     parts = {name: base.get(name, 0) + moment.get(name, 0) for name in {**base, **moment}}
     temporary = max(phases[name] for name in _OF_STEPS) - between
-    extra = overhead(workload, cluster, model, walk, between, temporary, trace)
+    extra = estimate_overhead(workload, cluster, model, walk, between, temporary, trace)
     if not on_gpu:  # what steps have freed is used, or returned before the export
         extra[SLACK] = max(0, extra[SLACK] + between + temporary - max(phases.values()))
     return Memory(parts, phases, extra, host, trace.facts.failed)
 
 
-def _of_any_batch(model: StrategyMemory) -> StrategyMemory:
+def _generalize_model(model: StrategyMemory) -> StrategyMemory:
     """Return the model of all micro-batches whose steps ask for memory in the same order."""
     passes = min(3, model.choice.gradient_accumulation_steps)
     alike: dict[str, Any] = {"activation_checkpointing": "none", "activation_offload": False, "threads": None}
@@ -134,23 +139,23 @@ def _of_any_batch(model: StrategyMemory) -> StrategyMemory:
 
 
 @lru_cache(maxsize=256)
-def _route(model: StrategyMemory, first: Order, later: Order) -> Route:
+def _build_route(model: StrategyMemory, first: Order, later: Order) -> Route:
     return Route(model.inventory, model.flow(), first, later, model.choice.gradient_accumulation_steps)
 
 
-def least_of(workload: Workload, choice: Choice, cluster: Cluster) -> int:
+def estimate_least_memory(workload: Workload, choice: Choice, cluster: Cluster) -> int:
     """Return a lower bound of ``Memory.total`` that needs no passes: what stays from step to step, the update, and
     libraries.
     """
     on_gpu = cluster.device != "cpu"
-    parameters = inventory(modules_of(workload.model), choice.width)
-    model = memory_model(choice.strategy)(parameters, choice, workload.optimizer_state, on_gpu)
-    base, host = _lasting(model, 0)
-    update = _update(workload, model, offloaded=bool(host))
-    return sum(base.values()) + update + sum(libraries(workload, choice, cluster).values())
+    parameters = build_inventory(trace_modules(workload.model), choice.width)
+    model = load_memory_model(choice.strategy)(parameters, choice, workload.optimizer_state, on_gpu)
+    base, host = _estimate_lasting(model, 0)
+    update = _estimate_update(workload, model, offloaded=bool(host))
+    return sum(base.values()) + update + sum(estimate_libraries(workload, choice, cluster).values())
 
 
-def _lasting(model: StrategyMemory, reference: int) -> tuple[dict[str, int], dict[str, int]]:
+def _estimate_lasting(model: StrategyMemory, reference: int) -> tuple[dict[str, int], dict[str, int]]:
     """Return the bytes that stay from step to step, by purpose, on the device and in a GPU's host.
 
     Args:
@@ -168,18 +173,18 @@ def _lasting(model: StrategyMemory, reference: int) -> tuple[dict[str, int], dic
     return base, {name: count for name, count in lasting.items() if name in moved and count}
 
 
-def _update(workload: Workload, model: StrategyMemory, *, offloaded: bool) -> int:
+def _estimate_update(workload: Workload, model: StrategyMemory, *, offloaded: bool) -> int:
     """Return the most bytes on the device of gradients, and of tensors made from them, while weights are updated."""
     spec, matrices = OPTIMIZERS.get(workload.optimizer), 0
     if spec.whole_matrices:
-        matrices = orthogonalizing(model.inventory, model.choice, model.on_gpu)
+        matrices = estimate_orthogonalization(model.inventory, model.choice, model.on_gpu)
     elif spec.preconditions:
-        matrices = preconditioning(model.inventory)
+        matrices = estimate_preconditioning(model.inventory)
     return matrices if offloaded else model.step() + matrices
 
 
 @lru_cache(maxsize=64)
-def _norm(parameters: Inventory, shards: int, gradients: int) -> int:
+def _estimate_norm(parameters: Inventory, shards: int, gradients: int) -> int:
     """Return the bytes of a norm of ``gradients`` bytes of them on a CPU (parallel/strategy.py).
 
     It takes the squares of a piece, which is converted if it is not fp32, and may be joined of small gradients.
@@ -191,7 +196,7 @@ def _norm(parameters: Inventory, shards: int, gradients: int) -> int:
     return max((squares + width) * joined, squares * min(CACHED_ELEMENTS, max(sizes, default=0)))
 
 
-def _load(parameters: Inventory, workload: Workload) -> int:
+def _estimate_load(parameters: Inventory, workload: Workload) -> int:
     """Return the bytes on a CPU while weights are loaded, or drawn.
 
     All of a new model is fp32 before it is cast, quantized and adapted, and its head is separate until it is tied.
@@ -208,31 +213,31 @@ def _load(parameters: Inventory, workload: Workload) -> int:
     return FP32 * max(parameters.numel, facts.total) + drawn
 
 
-def _exported(model: StrategyMemory, workload: Workload, gathered: int) -> int:
+def _estimate_export(model: StrategyMemory, workload: Workload, gathered: int) -> int:
     """Return the bytes of an export: of an adapter those of the gathered model, or on a CPU of its file and the adapter
     that is read back from it.
     """
     if not workload.model.adapter:
-        return _saving(model, workload)
+        return _estimate_saving(model, workload)
     return max(gathered, 0 if model.on_gpu else 2 * FP32 * model.inventory.trained)
 
 
-def _saving(model: StrategyMemory, workload: Workload) -> int:
+def _estimate_saving(model: StrategyMemory, workload: Workload) -> int:
     """Return the bytes of the tensors that rank 0 makes to save the model (models/files.py); on a GPU, those on it."""
     parameters, copies, width = model.inventory, model.assembled(), workload.saved_width
     if model.on_gpu:
         return FP32 * copies * parameters.largest
     converts = width != FP32 or (parameters.width < FP32 and not model.optimizer.masters)
-    return _saved(parameters, copies, width if copies or converts else 0)
+    return _sum_saved(parameters, copies, width if copies or converts else 0)
 
 
-def _reading(parameters: Inventory, width: int) -> int:
+def _estimate_reading(parameters: Inventory, width: int) -> int:
     """Return the bytes of the saved model that rank 0 reads back, and of what its checksums convert."""
     return width * parameters.numel + 8 * min(parameters.largest, SUMMED_ELEMENTS)
 
 
 @lru_cache(maxsize=64)
-def _saved(parameters: Inventory, copies: int, width: int) -> int:
+def _sum_saved(parameters: Inventory, copies: int, width: int) -> int:
     """Return these bytes, of which ``width`` for each element stay until a file is written."""
     frozen = parameters.numel - parameters.trained
     buffered = most = FP32 * parameters.numel if frozen else 0  # saved as they were loaded
@@ -242,7 +247,7 @@ def _saved(parameters: Inventory, copies: int, width: int) -> int:
     return max(most, buffered)
 
 
-def excess_when_pinned(size: int) -> int:
+def compute_pinned_excess(size: int) -> int:
     """Return the bytes by which pinned memory for ``size`` bytes exceeds them.
 
     torch rounds it up to a power of two (torch.cuda.memory.host_memory_stats).

@@ -4,7 +4,7 @@ unused. Imports no torch.
 
 from __future__ import annotations
 
-from trainwright.machine.allocator import most_kept
+from trainwright.machine.allocator import compute_kept_limit
 from trainwright.machine.describe import Cluster
 from trainwright.parallel.constants import CACHED_PRODUCTS, PADDED_SIZES, PRODUCT_BYTES
 from trainwright.planning.memory.strategies import StrategyMemory
@@ -38,7 +38,7 @@ _TRIMMED = 256 * _MIB  # of free memory at the end of the heap, what glibc does 
 _SETTLED = 0.6
 
 
-def overhead(
+def estimate_overhead(
     workload: Workload,
     cluster: Cluster,
     model: StrategyMemory,
@@ -55,16 +55,18 @@ def overhead(
         trace: of the largest micro-batch.
     """
     choice = model.choice
-    parts = libraries(workload, choice, cluster)
+    parts = estimate_libraries(workload, choice, cluster)
     if cluster.device != "cpu":
         return {**parts, SLACK: int(_CUDA_SLACK * temporary)}
-    products = _code_of_products(workload, choice, trace) if choice.width == 2 and "bf16" in cluster.card.rates else 0
-    slack, copied = {SLACK: _unused(workload, model, walk, lasting, temporary)}, model.copied()
+    products = (
+        _estimate_product_code(workload, choice, trace) if choice.width == 2 and "bf16" in cluster.card.rates else 0
+    )
+    slack, copied = {SLACK: _estimate_unused(workload, model, walk, lasting, temporary)}, model.copied()
     others = {"copies of the exchange": copied if copied <= _ARENA else 0, "code of products": products}
     return {**parts, **slack, **{name: size for name, size in others.items() if size}}
 
 
-def libraries(workload: Workload, choice: Choice, cluster: Cluster) -> dict[str, int]:
+def estimate_libraries(workload: Workload, choice: Choice, cluster: Cluster) -> dict[str, int]:
     """Return the bytes of the process, the driver and the libraries, by name."""
     several = choice.num_processes > 1
     if cluster.device == "cpu":
@@ -83,7 +85,7 @@ def libraries(workload: Workload, choice: Choice, cluster: Cluster) -> dict[str,
     }
 
 
-def _unused(workload: Workload, model: StrategyMemory, walk: Walk, lasting: int, temporary: int) -> int:
+def _estimate_unused(workload: Workload, model: StrategyMemory, walk: Walk, lasting: int, temporary: int) -> int:
     """Return the bytes of freed memory that a CPU process keeps.
 
     Small blocks that live on settle in what a pass has freed, so the blocks of the next one need more. Where the
@@ -96,7 +98,7 @@ def _unused(workload: Workload, model: StrategyMemory, walk: Walk, lasting: int,
     recomputes = choice.activation_checkpointing not in ("none", "selective")
     varied = rows_vary or recomputes or choice.spec.hooks_modules
     if not choice.compile:
-        limit = most_kept(_HEAP + lasting + walk.most_between_blocks)
+        limit = compute_kept_limit(_HEAP + lasting + walk.most_between_blocks)
         in_block = int(_SETTLED * recomputes * max(walk.forward.working_set, walk.backward.working_set))
         return min(int(_SETTLED * temporary * (1 + varied)), limit + in_block)
     shards = choice.spec.shards_parameters
@@ -106,7 +108,7 @@ def _unused(workload: Workload, model: StrategyMemory, walk: Walk, lasting: int,
     return unreturned + max(int(_SETTLED * unreturned * varied), shards * min(temporary, largest))
 
 
-def _code_of_products(workload: Workload, choice: Choice, model: SizedModel) -> int:
+def _estimate_product_code(workload: Workload, choice: Choice, model: SizedModel) -> int:
     """Return the bytes of oneDNN's code for the run's products, each of which has its own (models/linear_losses.py)."""
     passes = [part for unit in model.units for part in (unit.forward, unit.backward)]
     products = {(o.m, o.n, o.k) for part in passes for o in part.operations if o.kind == "product" and o.width == 2}

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from trainwright.parallel.constants import CACHED_ELEMENTS, step_elements
-from trainwright.planning.memory.inventory import Inventory, optimizer_state
+from trainwright.planning.memory.inventory import Inventory, sum_optimizer_state
 from trainwright.planning.memory.strategies import FP32, StrategyMemory
 from trainwright.planning.memory.walk import Allocated, Flow
 
@@ -23,7 +23,7 @@ class ReplicatedMemory(StrategyMemory):
         return {
             "parameters": inventory.numel * width,
             "master weights": inventory.trained * FP32 if width < FP32 and self.optimizer.masters else 0,
-            "optimizer state": optimizer_state(inventory, self.optimizer),
+            "optimizer state": sum_optimizer_state(inventory, self.optimizer),
         }
 
     def flow(self) -> Flow:
@@ -50,7 +50,7 @@ class ReplicatedFlow(Flow):
     def __init__(self, inventory: Inventory, exchanges: bool, bucket_bytes: int | None = None) -> None:
         self._width = inventory.width
         self._largest = inventory.largest_trained
-        self._ends = _bucket_ends(inventory, bucket_bytes) if exchanges else ()
+        self._ends = _compute_bucket_ends(inventory, bucket_bytes) if exchanges else ()
         self._gradients = 0  # bytes of gradients that are not in a sum
         self._sums = 0  # bytes in sums over earlier micro-batches or over the ranks
         self._arrived = self._started = 0  # elements whose gradients are ready; buckets that are exchanged
@@ -102,7 +102,7 @@ class ReplicatedFlow(Flow):
 
 
 @lru_cache(maxsize=64)
-def _bucket_ends(inventory: Inventory, bucket_bytes: int | None) -> tuple[int, ...]:
+def _compute_bucket_ends(inventory: Inventory, bucket_bytes: int | None) -> tuple[int, ...]:
     """Return the end of each bucket in elements from the last parameter, about the order in which gradients arrive."""
     if bucket_bytes is None:
         return (inventory.trained,)

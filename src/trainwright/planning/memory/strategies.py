@@ -13,7 +13,7 @@ from trainwright.planning.memory.walk import Flow
 from trainwright.planning.workload import Choice, OptimizerState
 from trainwright.recipe.extensions import load
 from trainwright.recipe.registries import STRATEGIES
-from trainwright.recipe.strategy_spec import spec_of
+from trainwright.recipe.strategy_spec import look_up_strategy
 
 FP32 = 4  # bytes of an element of master weights, optimizer state, and gradients that are summed
 
@@ -71,13 +71,13 @@ class StrategyMemory(ABC):
 
 
 @cache
-def memory_model(strategy: str) -> type[StrategyMemory]:
+def load_memory_model(strategy: str) -> type[StrategyMemory]:
     """Return the class that the strategy's spec names.
 
     Raises:
         RequestError: it cannot be imported, or is not such a class.
     """
-    entry_point = spec_of(strategy).memory
+    entry_point = look_up_strategy(strategy).memory
     described = f"{STRATEGIES.describe(strategy)}: its memory model {entry_point}"
     model = load(entry_point, described)
     if not (isinstance(model, type) and issubclass(model, StrategyMemory)):

@@ -30,7 +30,7 @@ class Allocated(NamedTuple):
         return self.gradients + self.gathered + self.buckets
 
 
-def largest(one: Allocated, other: Allocated) -> Allocated:
+def choose_largest(one: Allocated, other: Allocated) -> Allocated:
     """Return the moment with the most bytes."""
     return one if one.total >= other.total else other
 
@@ -115,7 +115,7 @@ _Levels = tuple[list[int], list[int]]  # live bytes, and those of the operation 
 
 
 class _Notes:
-    """The moments of a phase: what a strategy has allocated, beside the bytes of a batch at two indices of `_levels`.
+    """The moments of a phase: what a strategy has allocated, beside the bytes of a batch at two of `_build_levels`.
 
     ``later``: whether they are of a micro-batch after the first. ``between``: moments between blocks, by number.
     """
@@ -131,7 +131,7 @@ class _Notes:
         gradients, gathered, buckets = allocated
         self._notes.append((gradients + gathered + buckets, self.later, live, work, loss, allocated))
 
-    def most_between(self, *levels: _Levels) -> int:
+    def find_most_between(self, *levels: _Levels) -> int:
         """Return the most bytes between blocks, for batches as in ``peak``."""
         notes = (self._notes[number] for number in self.between)
         return max((total + levels[later][0][live] for total, later, live, *_ in notes), default=0)
@@ -164,7 +164,7 @@ class Route:
             for position, kind in enumerate(order.reference):  # before the trained model
                 self.forward.add(flow.allocated, units + 1 + position, 1 + kinds + kind)
             self._run(self.forward, order, 1)
-            self._backwards(order)
+            self._run_backward(order)
         self.gradients = flow.allocated.total
         flow.begin(True, False)
         self._run(self.evaluation, first, 1 + len(first.gradients))
@@ -176,9 +176,9 @@ class Route:
             notes.add(flow.allocated, unit, begin + kind, loss=unit == last, between=0 < unit < last)
         flow.forward_ended()
 
-    def _backwards(self, order: Order) -> None:
+    def _run_backward(self, order: Order) -> None:
         notes, flow, last = self.backward, self._flow, len(order.units) - 1
-        ends, begins = _ends(order.units), _begins(order.gradients)
+        ends, begins = _find_end_units(order.units), _find_first_moments(order.gradients)
         for unit in range(last, -1, -1):
             notes.add(flow.backward(unit), 2 * unit, loss=unit == last)
             kind = order.units[unit]
@@ -210,7 +210,7 @@ class Walk:
     """
 
     def __init__(self, route: Route, first: SizedModel, later: SizedModel, offloads: bool = False) -> None:
-        levels = [_levels(model, offloads) for model in ((first,) if later is first else (first, later))]
+        levels = [_build_levels(model, offloads) for model in ((first,) if later is first else (first, later))]
         forward, backward = [one[0] for one in levels], [one[1] for one in levels]
         self.forward = route.forward.peak(*forward, forward[-1])
         self.backward = route.backward.peak(*backward, backward[-1])
@@ -220,48 +220,54 @@ class Walk:
     @property
     def most_between_blocks(self) -> int:
         """The most bytes of a step where blocks begin their forward pass or have ended their backward pass."""
-        return max(notes.most_between(*levels) for notes, levels in self._phases)
+        return max(notes.find_most_between(*levels) for notes, levels in self._phases)
 
 
-def _levels(model: SizedModel, offloads: bool) -> tuple[_Levels, _Levels, _Levels]:
+def _build_levels(model: SizedModel, offloads: bool) -> tuple[_Levels, _Levels, _Levels]:
     """Return the bytes of a batch in the forward pass, the backward pass and the evaluation.
 
     Forward: before and after each unit, then of the reference; backward: before and after each unit.
     """
-    units, blocks = model.in_order(), range(1, len(model.order) - 1) if offloads else ()
+    units, blocks = model.list_units(), range(1, len(model.order) - 1) if offloads else ()
     away = {number: sum(units[number].forward.saved) for number in blocks}
-    forward = _running([_after(unit.forward) - away.get(number, 0) for number, unit in enumerate(units)])
-    evaluated = _running([_after(unit.evaluation) for unit in units])
-    reference = _running([_after(model.units[index].evaluation) for index in model.reference])
-    work = [0, *(_peak(unit.forward) for unit in model.units), *(_peak(unit.evaluation) for unit in model.units)]
+    forward = _accumulate_changes(
+        [_find_bytes_after(unit.forward) - away.get(number, 0) for number, unit in enumerate(units)]
+    )
+    evaluated = _accumulate_changes([_find_bytes_after(unit.evaluation) for unit in units])
+    reference = _accumulate_changes([_find_bytes_after(model.units[index].evaluation) for index in model.reference])
+    work = [
+        0,
+        *(_find_peak(unit.forward) for unit in model.units),
+        *(_find_peak(unit.evaluation) for unit in model.units),
+    ]
     live, backward = forward[-1], [0] * (2 * len(units))
     for unit in range(len(units) - 1, -1, -1):
         live += away.pop(unit, 0) + away.pop(unit - 1, 0)
         backward[2 * unit] = live
-        live += _after(units[unit].backward)
+        live += _find_bytes_after(units[unit].backward)
         backward[2 * unit + 1] = live
     moments = [size for unit in model.units for m in unit.backward.moments for size in (m.live[0], m.after)]
     return ([*forward, *reference], work), (backward, [0, *moments]), (evaluated, work)
 
 
-def _running(changes: list[int]) -> list[int]:
+def _accumulate_changes(changes: list[int]) -> list[int]:
     return list(accumulate(changes, initial=0))
 
 
-def _begins(gradients: tuple[tuple[str, ...], ...]) -> list[int]:
-    """Return the index in `_levels` of the first moment of each kind of unit."""
-    return [1 + 2 * begin for begin in _running([len(names) for names in gradients])]
+def _find_first_moments(gradients: tuple[tuple[str, ...], ...]) -> list[int]:
+    """Return the index in `_build_levels` of the first moment of each kind of unit."""
+    return [1 + 2 * begin for begin in _accumulate_changes([len(names) for names in gradients])]
 
 
-def _peak(part: PassTrace[int]) -> int:
+def _find_peak(part: PassTrace[int]) -> int:
     return max((moment.live[0] for moment in part.moments), default=0)
 
 
-def _after(part: PassTrace[int]) -> int:
+def _find_bytes_after(part: PassTrace[int]) -> int:
     return part.moments[-1].after if part.moments else 0
 
 
-def _ends(order: tuple[int, ...]) -> set[int]:
+def _find_end_units(order: tuple[int, ...]) -> set[int]:
     """Return the units near the first and the last one of their kind."""
     ends: set[int] = set()
     for kind in set(order):

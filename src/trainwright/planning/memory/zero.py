@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
-from trainwright.parallel.zero.spec import BUCKET_ELEMENTS, stage_of
-from trainwright.planning.memory.inventory import Inventory, Weight, slots
+from trainwright.parallel.zero.spec import BUCKET_ELEMENTS, look_up_stage
+from trainwright.planning.memory.inventory import Inventory, Weight, count_slots
 from trainwright.planning.memory.strategies import FP32, StrategyMemory
-from trainwright.planning.memory.walk import Allocated, Flow, largest
+from trainwright.planning.memory.walk import Allocated, Flow, choose_largest
 
 # Number of gradient elements that DeepSpeed's engine copies and all-reduces at a time (runtime/engine.py).
 _ALL_REDUCED = 5 * 10**8
@@ -18,13 +18,13 @@ _ALL_REDUCED = 5 * 10**8
 _REUSE = 10**9
 
 
-def bucket(inventory: Inventory) -> int:
+def choose_bucket(inventory: Inventory) -> int:
     """Return the number of elements that are reduced, and with zero3 gathered, at a time."""
     return max(2, min(BUCKET_ELEMENTS, inventory.numel))
 
 
 @lru_cache(maxsize=64)
-def _partition(inventory: Inventory, shards: int) -> tuple[int, int]:
+def _compute_partition(inventory: Inventory, shards: int) -> tuple[int, int]:
     """Return the elements of a rank's partition in zero1 and zero2, and the most elements of all parameters that
     overlap it.
 
@@ -49,7 +49,7 @@ class ZeroMemory(StrategyMemory):
 
     def lasting(self) -> Mapping[str, int]:
         """Return the bytes held between steps, by purpose."""
-        return _lasting(self.inventory, self._stage, self.choice.shards, slots(self.optimizer))
+        return _estimate_lasting(self.inventory, self._stage, self.choice.shards, count_slots(self.optimizer))
 
     def flow(self) -> Flow:
         """Return the memory flow of gathered parameters and gradients through a step."""
@@ -60,7 +60,7 @@ class ZeroMemory(StrategyMemory):
 
     def step(self) -> int:
         """Return the bytes that the optimizer step needs in addition."""
-        return _step(self.inventory, self._stage, self.choice.shards, self.on_gpu)
+        return _estimate_step(self.inventory, self._stage, self.choice.shards, self.on_gpu)
 
     def gathered(self) -> int:
         """Return the bytes of all parameters that are partitioned, and of gloo's copies of the two that it gathers at
@@ -68,7 +68,7 @@ class ZeroMemory(StrategyMemory):
         """
         if self._stage < 3:
             return 0
-        units, _, sizes = _sharded(self.inventory)
+        units, _, sizes = _count_sharded(self.inventory)
         return self.inventory.width * (sum(units) + sum(sorted(sizes.values())[-2:]))
 
     def copied(self) -> int:
@@ -76,7 +76,7 @@ class ZeroMemory(StrategyMemory):
         if self.choice.shards == 1:
             return 0
         matrices = sum(w.numel for w in self.inventory.trainable if not w.is_vector)
-        return self.inventory.width * (bucket(self.inventory) if self._stage == 3 else matrices)
+        return self.inventory.width * (choose_bucket(self.inventory) if self._stage == 3 else matrices)
 
     def assembled(self) -> int:
         """Return the copies of a saved parameter, which is the sum of all ranks' parts."""
@@ -92,7 +92,7 @@ class ZeroMemory(StrategyMemory):
 
     @property
     def _stage(self) -> int:
-        return stage_of(self.choice.spec)
+        return look_up_stage(self.choice.spec)
 
 
 class Stage12Flow(Flow):
@@ -107,9 +107,9 @@ class Stage12Flow(Flow):
         self._trained = inventory.trained
         self._largest = inventory.largest_trained
         self._stage, self._width = stage, inventory.width
-        self._bucket = bucket(inventory)
+        self._bucket = choose_bucket(inventory)
         self._leaves = offload and self._width == FP32
-        self._local, self._touched = _partition(inventory, shards)
+        self._local, self._touched = _compute_partition(inventory, shards)
         self._gradients = 0  # bytes in the parameters' own gradients
         self._reduced = 0  # bytes of this rank's partition
         self._buffer = 0
@@ -138,12 +138,12 @@ class Stage12Flow(Flow):
         self._buffer = self._bucket * self._width
         if self._stage == 2 and not name:  # a whole block, reduced as its gradients arrive
             self._filled = numel % self._bucket
-            self._reduced = max(self._reduced, FP32 * self._of_partition())
+            self._reduced = max(self._reduced, FP32 * self._count_partition())
             self._counted = True
             return self.allocated
         if self._stage == 2 or self._first:
             self._gradients += self._width * numel
-        return self._into_bucket(numel) if self._stage == 2 else self.allocated
+        return self._add_to_bucket(numel) if self._stage == 2 else self.allocated
 
     def end(self) -> Allocated:
         """End the pass and return the most memory that was held."""
@@ -157,22 +157,22 @@ class Stage12Flow(Flow):
             full, rest = divmod(self._trained, self._bucket)
             passed_over = max(0, full - 2)
             for part in (*([self._bucket] * (full - passed_over)), *([rest] if rest else [])):
-                highest = largest(highest, self._into_bucket(part))
+                highest = choose_largest(highest, self._add_to_bucket(part))
             self._gradients -= self._width * passed_over * self._bucket
-        highest = largest(highest, self._reduce())
+        highest = choose_largest(highest, self._reduce())
         self._buffer = 0
         if self._width == FP32 and not self._first:  # added to those of earlier micro-batches
             self._reduced -= FP32 * self._touched if self._stage == 2 else 0
         return highest
 
-    def _of_partition(self) -> int:
+    def _count_partition(self) -> int:
         return self._touched if self._width == FP32 else self._local
 
-    def _into_bucket(self, numel: int) -> Allocated:
+    def _add_to_bucket(self, numel: int) -> Allocated:
         """Move a gradient to the buffer, which is reduced first if it is full."""
         highest = self.allocated
         if self._filled + numel > self._bucket:
-            highest = largest(highest, self._reduce())
+            highest = choose_largest(highest, self._reduce())
         self._filled += numel
         if numel > self._bucket:
             self._loose = numel
@@ -193,18 +193,18 @@ class Stage12Flow(Flow):
             self._counted = True
         self._gradients -= self._width * self._loose
         self._filled = self._loose = 0
-        return largest(highest, self.allocated)
+        return choose_largest(highest, self.allocated)
 
 
 class Stage3Flow(Flow):
     """Memory of gathered parameters in stage 3: one chunk of every parameter per rank; small ones are not cut."""
 
     def __init__(self, inventory: Inventory, on_gpu: bool) -> None:
-        self._units, self._frozen, self._sizes = _sharded(inventory)
+        self._units, self._frozen, self._sizes = _count_sharded(inventory)
         self._width = inventory.width
-        self._bucket = bucket(inventory)
+        self._bucket = choose_bucket(inventory)
         self._copies = 1 if on_gpu else 2  # gloo gathers and reduces through a copy
-        self._frozen_at_first = _frozen_at_first(inventory) * self._width
+        self._frozen_at_first = _count_frozen_before_blocks(inventory) * self._width
         self._gathered = self._buffer = self._gradients = self._filled = 0
 
     @property
@@ -237,7 +237,7 @@ class Stage3Flow(Flow):
         if not name and numel > self._bucket:  # a whole block, reduced as its gradients arrive
             self._gradients, self._filled, highest = 0, numel % self._bucket, self.allocated
         else:
-            highest = self._into_bucket(numel)
+            highest = self._add_to_bucket(numel)
         self._release(unit, self._sizes.get((unit, name), 0) if name else self._units[unit] - self._frozen[unit])
         return highest
 
@@ -251,11 +251,11 @@ class Stage3Flow(Flow):
         if 0 < unit < len(self._units) - 1:  # what is outside the blocks is released with the model
             self._gathered = max(0, self._gathered - self._width * numel)
 
-    def _into_bucket(self, numel: int) -> Allocated:
+    def _add_to_bucket(self, numel: int) -> Allocated:
         """Add a gradient to the buffer, which is reduced first if it is full."""
         highest = Allocated(self._gradients + self._width * numel, self._gathered + self._buffer)
         if self._filled and self._filled + numel > self._bucket:
-            highest = largest(highest, self._reduce())
+            highest = choose_largest(highest, self._reduce())
         if numel > self._bucket:
             self._gradients += self._width * numel
         self._filled += numel
@@ -291,7 +291,7 @@ class Stage3Flow(Flow):
         self._buffer = size * self._width
         gathering = Allocated(self._gradients, self._gathered + self._buffer * self._copies)
         self._gathered = min(self._limit(), self._gathered + self._buffer)
-        return largest(alone, largest(gathering, self.allocated))
+        return choose_largest(alone, choose_largest(gathering, self.allocated))
 
     def _reduce(self) -> Allocated:
         """Sum the buffer over the ranks from a copy of it."""
@@ -301,10 +301,10 @@ class Stage3Flow(Flow):
 
 
 @lru_cache(maxsize=64)
-def _sharded(inventory: Inventory) -> tuple[tuple[int, ...], tuple[int, ...], dict[tuple[int, str], int]]:
+def _count_sharded(inventory: Inventory) -> tuple[tuple[int, ...], tuple[int, ...], dict[tuple[int, str], int]]:
     """Return the number of partitioned elements of each unit, of its frozen ones, and of each parameter."""
     units, frozen = [0] * inventory.units, [0] * inventory.units
-    cut = [w for w in inventory.weights if not persists(w, inventory)]
+    cut = [w for w in inventory.weights if not is_persistent(w, inventory)]
     for weight in cut:
         units[weight.unit] += weight.numel
         if not weight.trainable:
@@ -312,29 +312,29 @@ def _sharded(inventory: Inventory) -> tuple[tuple[int, ...], tuple[int, ...], di
     return tuple(units), tuple(frozen), {(w.unit, w.name): w.numel for w in cut}
 
 
-def _frozen_at_first(inventory: Inventory) -> int:
+def _count_frozen_before_blocks(inventory: Inventory) -> int:
     """Return the partitioned frozen elements that run before the blocks only, so that no backward pass needs them."""
     untied = any(len(w.shape) == 2 and w.unit == inventory.units - 1 for w in inventory.weights)
-    first = (w for w in inventory.weights if w.unit == 0 and not w.trainable and not persists(w, inventory))
+    first = (w for w in inventory.weights if w.unit == 0 and not w.trainable and not is_persistent(w, inventory))
     return sum(w.numel for w in first) if untied else 0
 
 
-def persists(weight: Weight, inventory: Inventory) -> bool:
+def is_persistent(weight: Weight, inventory: Inventory) -> bool:
     """Return whether zero3 keeps a parameter in full on every rank: if it is no larger than the largest vector."""
-    return weight.numel <= _largest_vector(inventory)
+    return weight.numel <= _find_largest_vector(inventory)
 
 
 @lru_cache(maxsize=64)
-def _largest_vector(inventory: Inventory) -> int:
+def _find_largest_vector(inventory: Inventory) -> int:
     return max((w.numel for w in inventory.weights if w.is_vector and not w.packed), default=0)
 
 
 @lru_cache(maxsize=64)
-def _lasting(inventory: Inventory, stage: int, shards: int, states: int) -> Mapping[str, int]:
+def _estimate_lasting(inventory: Inventory, stage: int, shards: int, states: int) -> Mapping[str, int]:
     """Return the bytes held between steps, by purpose."""
     width, trained = inventory.width, inventory.trained
     if stage < 3:
-        local = _partition(inventory, shards)[0]
+        local = _compute_partition(inventory, shards)[0]
         return {
             "parameters": inventory.numel * width,
             "master weights": local * FP32,
@@ -343,23 +343,23 @@ def _lasting(inventory: Inventory, stage: int, shards: int, states: int) -> Mapp
         }
     local = sum(-(-w.numel // shards) for w in inventory.trainable)
     frozen = sum(-(-w.numel // shards) for w in inventory.weights if not w.trainable)
-    persistent = sum(w.numel for w in inventory.weights if persists(w, inventory))
+    persistent = sum(w.numel for w in inventory.weights if is_persistent(w, inventory))
     return {
         "parameters": (local + frozen + persistent) * width,
         "master weights": local * FP32 if width < FP32 else 0,
         "optimizer state": local * FP32 * states,
         "gradients": local * FP32,
-        "gradient buckets": bucket(inventory) * FP32,
+        "gradient buckets": choose_bucket(inventory) * FP32,
     }
 
 
 @lru_cache(maxsize=64)
-def _step(inventory: Inventory, stage: int, shards: int, on_gpu: bool) -> int:
+def _estimate_step(inventory: Inventory, stage: int, shards: int, on_gpu: bool) -> int:
     """Return the most bytes that an optimizer step needs in addition to those held between steps."""
     width = inventory.width
     if stage == 3:
         return FP32 * sum(-(-w.numel // shards) for w in inventory.trainable if not w.is_vector)
-    local, touched = _partition(inventory, shards)
+    local, touched = _compute_partition(inventory, shards)
     gathered = 0 if on_gpu else width * sum(w.numel for w in inventory.trainable if not w.is_vector)
     if stage == 1 and width < FP32:
         return width * inventory.trained + gathered

@@ -119,7 +119,7 @@ class _Stream:
 
 
 @contextlib.contextmanager
-def _on(stream: Any) -> Iterator[None]:
+def _enter_stream(stream: Any) -> Iterator[None]:
     yield
 
 
@@ -129,7 +129,7 @@ def install_card(card: SimulatedGpu, memory: SimulatedMemory, waits: WaitLog) ->
     accelerator: Any = torch.accelerator
     accelerator.current_accelerator = lambda *args, **kwargs: torch.device(card.device_type)
     current, module = _Stream(), torch.get_device_module(card.device_type)
-    for name, value in _answers(card, memory, waits, current).items():
+    for name, value in _build_answers(card, memory, waits, current).items():
         setattr(module, name, value)
     for name in ("range_push", "range_pop", "mark"):
         setattr(torch.cuda.nvtx, name, lambda *args: None)
@@ -150,7 +150,7 @@ def install_card(card: SimulatedGpu, memory: SimulatedMemory, waits: WaitLog) ->
     accelerator.get_memory_info = module.mem_get_info
 
 
-def _properties(card: SimulatedGpu, device: Any = None) -> SimpleNamespace:
+def _build_properties(card: SimulatedGpu, device: Any = None) -> SimpleNamespace:
     index = device if isinstance(device, int) else torch.device(card.device_type if device is None else device).index
     return SimpleNamespace(
         name=card.name,
@@ -165,7 +165,7 @@ def _properties(card: SimulatedGpu, device: Any = None) -> SimpleNamespace:
     )
 
 
-def _answers(
+def _build_answers(
     card: SimulatedGpu, memory: SimulatedMemory, waits: WaitLog, current: _Stream
 ) -> dict[str, Callable[..., Any] | type]:
     return {
@@ -182,9 +182,9 @@ def _answers(
         "ExternalStream": _Stream,
         "current_stream": lambda *args: current,
         "default_stream": lambda *args: current,
-        "stream": _on,
+        "stream": _enter_stream,
         "set_stream": lambda stream: None,
-        "device": lambda device: _on(device),
+        "device": lambda device: _enter_stream(device),
         "empty_cache": lambda: None,
         "mem_get_info": lambda *args: (max(0, card.memory_bytes - memory.live), card.memory_bytes),
         "memory_allocated": lambda *args: memory.live,
@@ -193,7 +193,7 @@ def _answers(
         "max_memory_reserved": lambda *args: memory.peak,
         "reset_peak_memory_stats": lambda *args: memory.reset_peak(),
         "memory_stats": lambda *args: {"allocated_bytes.all.current": memory.live, "num_alloc_retries": 0},
-        "get_device_properties": functools.partial(_properties, card),
+        "get_device_properties": functools.partial(_build_properties, card),
         "get_device_capability": lambda *args: card.capability,
         "get_device_name": lambda *args: card.name,
         "manual_seed": lambda seed: None,
@@ -235,13 +235,13 @@ def install_groups(rank: Rank) -> None:
         if hasattr(dist.distributed_c10d, name):
             setattr(dist.distributed_c10d, name, value)
     for name in ("__init__", "__getitem__", "_create_sub_mesh", "_flatten"):
-        setattr(DeviceMesh, name, _with_values(getattr(DeviceMesh, name)))
-    DeviceMesh.from_group = staticmethod(_with_values(DeviceMesh.from_group))  # type: ignore[method-assign]
+        setattr(DeviceMesh, name, _use_real_tensors(getattr(DeviceMesh, name)))
+    DeviceMesh.from_group = staticmethod(_use_real_tensors(DeviceMesh.from_group))  # type: ignore[method-assign]
     mesh: Any = device_mesh
-    mesh.init_device_mesh = dist.init_device_mesh = _with_values(mesh.init_device_mesh)
+    mesh.init_device_mesh = dist.init_device_mesh = _use_real_tensors(mesh.init_device_mesh)
 
 
-def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:
+def _use_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function with real tensors on the host: a mesh reads the values of its own."""
 
     @functools.wraps(function)
@@ -276,7 +276,7 @@ def install_files() -> None:
         module.write_tensors = write_tensors  # type: ignore[attr-defined]
     safetensors.torch.save_file = save_file  # type: ignore[assignment]
     # What is read from a hole is 0, and equals neither values that are known nor what stands for unknown ones.
-    files.checksum = lambda tensor: torch.zeros((), dtype=torch.int64)
+    files.compute_checksum = lambda tensor: torch.zeros((), dtype=torch.int64)
 
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[int, str]:
@@ -317,7 +317,7 @@ def install(rank: Rank) -> Logs:
 
 
 @contextmanager
-def simulated(rank: Rank, logs: Logs) -> Iterator[None]:
+def simulate_device(rank: Rank, logs: Logs) -> Iterator[None]:
     """Make all tensors within the context fake, and note what is done with them."""
     from trainwright.parallel.zero import deepspeed_engine
     from trainwright.tasks import reference
@@ -341,9 +341,9 @@ def simulated(rank: Rank, logs: Logs) -> Iterator[None]:
 
 def prepare(recipe: RecipeSchema, cache: Path) -> None:
     """Prepare the data and check the model, as before every run."""
-    from trainwright.engine.task import task_module
+    from trainwright.engine.task import import_task_module
 
-    task_module(recipe).prepare_once(recipe, cache)
+    import_task_module(recipe).prepare_once(recipe, cache)
 
 
 def train(directory: Path, cache: Path, rank: Rank, logs: Logs) -> None:

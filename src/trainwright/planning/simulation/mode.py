@@ -18,8 +18,8 @@ from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from trainwright.planning.simulation.recorders import Logs, collective_of
-from trainwright.planning.trace.values import operands, tensors_in
+from trainwright.planning.simulation.recorders import Logs, find_collective
+from trainwright.planning.trace.values import list_operands, list_tensors
 
 # Operations whose result has a size or a value that the host waits for.
 _WAITS = {
@@ -54,39 +54,39 @@ class Simulated(TorchDispatchMode):
             return self._noted(func(*args, **kwargs))
         if any(kind not in _OURS for kind in types):
             return NotImplemented  # a subclass, such as a DTensor, takes itself apart first
-        inputs = tensors_in((args, kwargs))
-        if (collective := collective_of(func, args, kwargs)) is not None:
+        inputs = list_tensors((args, kwargs))
+        if (collective := find_collective(func, args, kwargs)) is not None:
             self.logs.collectives.note(collective)
             out = self._noted(func(*args, **kwargs))
             if func.namespace == "c10d":
-                exchanged(collective.kind, args, collective.ranks)
+                set_exchanged_value(collective.kind, args, collective.ranks)
             return out
         name = func._schema.name
         on_device = any(tensor.device.type == "cuda" for tensor in inputs)
         if on_device:
-            check(name, args, self._capability)
+            check_kernel_arguments(name, args, self._capability)
             self._note_wait(name, args, kwargs)
         if name == "aten::_local_scalar_dense":
-            return scalar(args[0])
+            return read_scalar(args[0])
         if name == "aten::equal":
-            return _equal(*args)
-        out = sized(func, args, kwargs, inputs)
-        out = grouped_product(func, args, kwargs) if out is None else out
+            return _is_equal(*args)
+        out = compute_data_dependent(func, args, kwargs, inputs)
+        out = compute_grouped_product(func, args, kwargs) if out is None else out
         if out is not None:
             return self._noted(out)
         out = self._noted(func(*args, **kwargs))
-        for tensor in tensors_in(out):
+        for tensor in list_tensors(out):
             if tensor.device.type != "cuda" and (
                 kwargs.get("pin_memory") or (on_device and kwargs.get("non_blocking"))
             ):
                 tensor.untyped_storage().pinned = True  # type: ignore[attr-defined]
-        follow(func, args, kwargs, out, inputs)
+        follow_operation(func, args, kwargs, out, inputs)
         if not on_device and name == "aten::_to_copy" and _is_cuda(kwargs.get("device")):
             self._note_upload(args[0], kwargs)
         return out
 
     def _noted(self, out: Any) -> Any:
-        for tensor in tensors_in(out):
+        for tensor in list_tensors(out):
             if tensor.device.type == "cuda":
                 self.logs.memory.note(tensor)
         return out
@@ -132,7 +132,7 @@ def _is_cuda(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
 
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.device != other.device:
         raise RuntimeError(f"Expected all tensors to be on the same device, but found {one.device} and {other.device}")
     return one.shape == other.shape
@@ -142,13 +142,13 @@ def install(logs: Logs) -> None:
     """Add to fake tensors what the product's code needs of real ones."""
     # It would ask the driver, and take is_available() at its word.
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment,method-assign]
-    _reading(logs)
-    _pinning()
-    _assigning()
-    _resizing(logs)
+    _patch_reading(logs)
+    _patch_pinning()
+    _patch_assignment()
+    _patch_resizing(logs)
 
 
-def _reading(logs: Logs) -> None:
+def _patch_reading(logs: Logs) -> None:
     """Give the values that the host reads from fake tensors."""
     plain_list, plain_array = torch.Tensor.tolist, torch.Tensor.numpy
 
@@ -157,7 +157,7 @@ def _reading(logs: Logs) -> None:
             return plain_list(self)
         if self.device.type == "cuda":
             logs.waits.note("reading values")
-        return nested(self)
+        return read_nested(self)
 
     def numpy(self: torch.Tensor, **options: Any) -> Any:
         import numpy as np
@@ -166,7 +166,7 @@ def _reading(logs: Logs) -> None:
             return plain_array(self, **options)
         if self.device.type == "cuda":
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
-        value = known(self)
+        value = find_value(self)
         if value is not None:
             return plain_array(value)
         kind = np.dtype(str(self.dtype).removeprefix("torch."))
@@ -177,7 +177,7 @@ def _reading(logs: Logs) -> None:
         kind.numpy = numpy  # type: ignore[method-assign,assignment]
 
 
-def _pinning() -> None:
+def _patch_pinning() -> None:
     def pin_memory(self: torch.Tensor, *args: Any) -> torch.Tensor:
         if self.device.type != "cpu":
             raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
@@ -189,7 +189,7 @@ def _pinning() -> None:
     torch.Tensor.is_pinned = lambda self, *args: is_pinned(self)  # type: ignore[method-assign]
 
 
-def _assigning() -> None:
+def _patch_assignment() -> None:
     """Let ``tensor.data = other`` change the device too, which torch's own does not."""
     plain = torch.Tensor.data
 
@@ -210,12 +210,12 @@ def _assigning() -> None:
     nn_module.Module.to = to  # type: ignore[method-assign,assignment]
 
 
-def _resizing(logs: Logs) -> None:
+def _patch_resizing(logs: Logs) -> None:
     plain = torch.UntypedStorage.resize_
 
     def resize(self: torch.UntypedStorage, size: int) -> Any:
         result = plain(self, size)
-        logs.memory.resized(self)
+        logs.memory.update_size(self)
         return result
 
     torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
@@ -238,26 +238,28 @@ class _Known:
         self.valid = valid
 
 
-def known(tensor: torch.Tensor) -> torch.Tensor | None:
+def find_value(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the value of a tensor on the CPU, or None if it is not known."""
-    entry = _known(tensor)
+    entry = _find_known(tensor)
     return None if entry is None else entry.value
 
 
-def _known(tensor: torch.Tensor) -> _Known | None:
+def _find_known(tensor: torch.Tensor) -> _Known | None:
     if not isinstance(tensor, FakeTensor):
         return _Known(tensor, [True]) if type(tensor) is torch.Tensor and tensor.device.type == "cpu" else None
     entry: _Known | None = getattr(tensor, "_known_value", None)
     return entry if entry is not None and entry.valid[0] else None
 
 
-def remember(tensor: torch.Tensor, value: torch.Tensor) -> None:
+def remember_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Remember the value of a fake tensor."""
     if isinstance(tensor, FakeTensor):
         tensor._known_value = _Known(value, [True])  # type: ignore[attr-defined]
 
 
-def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, inputs: list[torch.Tensor]) -> None:
+def follow_operation(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, inputs: list[torch.Tensor]
+) -> None:
     """Remember the results ``out`` of an operation if its inputs are known, and forget what it has overwritten.
 
     Args:
@@ -266,25 +268,25 @@ def follow(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, i
     schema = func._schema
     if not inputs and schema.name.rpartition("::")[2] not in _MADE:
         return
-    if not all(_small(result_tensor) for result_tensor in operands((out,), {})):
-        return _forget(schema, args)
+    if not all(_is_small(result_tensor) for result_tensor in list_operands((out,), {})):
+        return _forget_values(schema, args)
     if schema.name == "aten::cat":
         _complete(inputs)
     # Most operations work on weights or activations; the first input tells.
-    entries = [_known(tensor) for tensor in inputs]
+    entries = [_find_known(tensor) for tensor in inputs]
     if None in entries or torch.Tag.nondeterministic_seeded in func.tags:
-        return _forget(schema, args)
+        return _forget_values(schema, args)
 
     kwargs = {key: value for key, value in kwargs.items() if key not in ("pin_memory", "non_blocking")}
     if "device" in kwargs:
         kwargs["device"] = torch.device("cpu")
     with _disable_current_modes(), torch.no_grad():
         try:
-            result = func(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))
+            result = func(*tree_map(_move_to_host, args), **tree_map(_move_to_host, kwargs))
         except (RuntimeError, NotImplementedError):  # no such kernel on the CPU
-            return _forget(schema, args)
+            return _forget_values(schema, args)
     shared = {one.value.untyped_storage()._cdata: one.valid for one in entries if one is not None}
-    for result_tensor, value in zip(operands((out,), {}), operands((result,), {}), strict=True):
+    for result_tensor, value in zip(list_operands((out,), {}), list_operands((result,), {}), strict=True):
         if isinstance(result_tensor, FakeTensor):
             result_tensor._known_value = _Known(value, shared.get(value.untyped_storage()._cdata, [True]))  # type: ignore[attr-defined]
 
@@ -293,59 +295,61 @@ def _complete(parts: list[torch.Tensor]) -> None:
     """Give unknown parts of a vector the numbers they read as, if others are known: a rank's numbers about a step."""
     if any(part.dtype != torch.float64 or part.dim() != 1 for part in parts):
         return
-    if any(_known(part) is not None for part in parts):
+    if any(_find_known(part) is not None for part in parts):
         for part in parts:
-            if _known(part) is None:
+            if _find_known(part) is None:
                 with _disable_current_modes():
-                    value = torch.full(tuple(part.shape), _filler(part), dtype=part.dtype)
-                remember(part, value)
+                    value = torch.full(tuple(part.shape), _choose_filler(part), dtype=part.dtype)
+                remember_value(part, value)
 
 
-def sized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]) -> torch.Tensor | None:
+def compute_data_dependent(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]
+) -> torch.Tensor | None:
     """Return the result of an operation whose size depends on values, if they are known; otherwise None."""
     if torch.Tag.dynamic_output_shape not in func.tags or not inputs:
         return None
-    if any(_known(tensor) is None for tensor in inputs):
+    if any(_find_known(tensor) is None for tensor in inputs):
         return None
     with _disable_current_modes(), torch.no_grad():
-        value = func(*tree_map(_on_host, args), **tree_map(_on_host, kwargs))
+        value = func(*tree_map(_move_to_host, args), **tree_map(_move_to_host, kwargs))
     if not isinstance(value, torch.Tensor):
         return None
     empty = torch.empty(value.shape, dtype=value.dtype, device=inputs[0].device)
-    remember(empty, value)
+    remember_value(empty, value)
     return empty
 
 
-def _on_host(value: Any) -> Any:
+def _move_to_host(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return known(value)
+        return find_value(value)
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
-def _forget(schema: Any, args: tuple[Any, ...]) -> None:
+def _forget_values(schema: Any, args: tuple[Any, ...]) -> None:
     if not schema.is_mutable:
         return
     for argument, value in zip(schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            for tensor in operands((value,), {}):
-                if isinstance(tensor, FakeTensor) and (old := _known(tensor)) is not None:
+            for tensor in list_operands((value,), {}):
+                if isinstance(tensor, FakeTensor) and (old := _find_known(tensor)) is not None:
                     old.valid[0] = False
 
 
-def _small(tensor: torch.Tensor) -> bool:
+def _is_small(tensor: torch.Tensor) -> bool:
     return tensor.numel() <= (_MOST_FLOATS if tensor.dtype.is_floating_point else _MOST)
 
 
-def scalar(tensor: torch.Tensor) -> Any:
+def read_scalar(tensor: torch.Tensor) -> Any:
     """Return the number that a tensor of one element reads as."""
-    value = known(tensor)
+    value = find_value(tensor)
     if value is not None:
         with _disable_current_modes():
             return value.item()
-    return _filler(tensor)
+    return _choose_filler(tensor)
 
 
-def _filler(tensor: torch.Tensor) -> bool | int | float:
+def _choose_filler(tensor: torch.Tensor) -> bool | int | float:
     if tensor.dtype == torch.bool:
         return True
     if not tensor.dtype.is_floating_point:
@@ -353,29 +357,29 @@ def _filler(tensor: torch.Tensor) -> bool | int | float:
     return _UNKNOWN_FLOAT if tensor.device.type == "cuda" else _UNKNOWN_HOST_FLOAT
 
 
-def nested(tensor: torch.Tensor) -> Any:
+def read_nested(tensor: torch.Tensor) -> Any:
     """Return what ``tolist`` of a tensor gives."""
-    value = known(tensor)
+    value = find_value(tensor)
     if value is not None:
         with _disable_current_modes():
             return value.tolist()
-    return _filled(tuple(tensor.shape), _filler(tensor))
+    return _fill_nested(tuple(tensor.shape), _choose_filler(tensor))
 
 
-def _filled(shape: tuple[int, ...], filler: Any) -> Any:
-    return filler if not shape else [_filled(shape[1:], filler) for _ in range(shape[0])]
+def _fill_nested(shape: tuple[int, ...], filler: Any) -> Any:
+    return filler if not shape else [_fill_nested(shape[1:], filler) for _ in range(shape[0])]
 
 
-def exchanged(kind: str, args: tuple[Any, ...], ranks: int) -> None:
+def set_exchanged_value(kind: str, args: tuple[Any, ...], ranks: int) -> None:
     """Set the value of what a collective has filled, if that of its input is known: the other ranks have the same."""
     if kind == "all_reduce":
-        for tensor in operands(args[:1], {}):
-            if (value := known(tensor)) is not None:
+        for tensor in list_operands(args[:1], {}):
+            if (value := find_value(tensor)) is not None:
                 with _disable_current_modes():
-                    remember(tensor, value * ranks)
-    elif kind == "all_gather" and isinstance(args[0], torch.Tensor) and (value := known(args[1])) is not None:
+                    remember_value(tensor, value * ranks)
+    elif kind == "all_gather" and isinstance(args[0], torch.Tensor) and (value := find_value(args[1])) is not None:
         with _disable_current_modes():
-            remember(args[0], value.reshape(-1).repeat(ranks).reshape(args[0].shape))
+            remember_value(args[0], value.reshape(-1).repeat(ranks).reshape(args[0].shape))
 
 
 # Builds of torch for CPUs have no CUDA kernel of these, and so take them apart into several operations, whose results
@@ -399,12 +403,12 @@ def install_kernels(capability: tuple[int, int]) -> None:
     # The compiler takes no fake tensors; uncompiled, the operator is the same.
     flexible: Any = flex_attention
     flexible._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
-    packs.compiled = lambda: flexible.flex_attention  # type: ignore[assignment]
-    packs.missing_kernels = lambda: ASSUMED.missing  # type: ignore[assignment]
-    torch.nn.functional.scaled_dot_product_attention = functools.partial(_attention, capability, _SDPA)
+    packs.compile_flex_attention = lambda: flexible.flex_attention  # type: ignore[assignment]
+    packs.list_missing_kernels = lambda: ASSUMED.missing  # type: ignore[assignment]
+    torch.nn.functional.scaled_dot_product_attention = functools.partial(_run_attention, capability, _SDPA)
 
 
-def _attention(
+def _run_attention(
     capability: tuple[int, int],
     original: Callable[..., torch.Tensor],
     query: torch.Tensor,
@@ -426,7 +430,7 @@ def _attention(
     if query.device.type != "cuda":
         return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is None and narrow and equal and head <= 256 and capability >= (8, 0):
-        inputs = (_widened(x, 8) for x in (query, key, value))
+        inputs = (_pad_last_dimension(x, 8) for x in (query, key, value))
         output: torch.Tensor = aten._scaled_dot_product_flash_attention(*inputs, dropout_p, is_causal, scale=scale)[0]
         return output[..., :head]
     alike = query.shape[1] == key.shape[1] and not enable_gqa
@@ -435,7 +439,7 @@ def _attention(
         and alike
         and head % (8 if narrow else 4) == value.shape[-1] % (8 if narrow else 4) == 0
     ):
-        bias = None if attn_mask is None else _bias(attn_mask, query, key)
+        bias = None if attn_mask is None else _build_bias(attn_mask, query, key)
         keeps_sums = torch.is_grad_enabled() and query.requires_grad
         options = (bias, keeps_sums, dropout_p, is_causal)
         efficient: torch.Tensor = aten._scaled_dot_product_efficient_attention(
@@ -445,28 +449,28 @@ def _attention(
     return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
-def _widened(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
+def _pad_last_dimension(tensor: torch.Tensor, multiple: int) -> torch.Tensor:
     """Return the tensor with its last dimension filled up to a multiple."""
     missing = -tensor.shape[-1] % multiple
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
 
 
-def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _build_bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Return a mask as numbers for every head, in rows that are aligned as the kernel needs them."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
     length = mask.shape[-1]
-    mask = _widened(mask, 16)[..., :length]
+    mask = _pad_last_dimension(mask, 16)[..., :length]
     return mask.expand(*query.shape[:3], key.shape[2])
 
 
-def check(name: str, args: tuple[Any, ...], capability: tuple[int, int]) -> None:
+def check_kernel_arguments(name: str, args: tuple[Any, ...], capability: tuple[int, int]) -> None:
     """Raise RuntimeError, in the kernel's words, for arguments that a GPU's kernel refuses."""
     if name == "torch_attn::_varlen_attn":
         _check_flash(capability, *args[:5])
 
 
-def grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+def compute_grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Return the result of a grouped matrix product in another dtype than bf16, which only fake tensors refuse.
 
     None for any other operation.

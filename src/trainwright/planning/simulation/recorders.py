@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from trainwright.planning.trace.record import Storages
-from trainwright.planning.trace.values import tensors_in
+from trainwright.planning.trace.values import list_tensors
 
 if TYPE_CHECKING:
     from trainwright.engine.task import Task
@@ -47,7 +47,7 @@ class Phases:
         """Follow a run from now on; it repeats the largest step, and an evaluation is cut to one batch."""
         stream = task.stream
         total_examples, stream.total_examples = stream.total_examples, None
-        largest = stream.global_batch(stream.largest_step())
+        largest = stream.global_batch(stream.find_largest_step())
         stream.total_examples = total_examples
         stream.global_batch = lambda step: largest  # type: ignore[method-assign]
         if task.validation is not None and task.validation.total_examples is not None:
@@ -89,35 +89,35 @@ _INSTALLED = ("site-packages/", "dist-packages/")
 _STANDARD = sysconfig.get_path("stdlib")
 
 
-def source_location() -> str:
+def find_source_location() -> str:
     """Return the innermost line of this package that is running, and that of other code below it.
 
     ``models/causal_lm.py:148 _hidden (transformers/masking_utils.py:93 create_mask)``
     """
-    return _location(_frames(sys._getframe(1)))
+    return _describe_location(_iterate_frames(sys._getframe(1)))
 
 
-def error_location(error: BaseException) -> str:
-    """Return the line that raised an exception, as ``source_location``."""
+def find_error_location(error: BaseException) -> str:
+    """Return the line that raised an exception, as ``find_source_location``."""
     frames = []
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         frames.append((code.co_filename, trace.tb_lineno, code.co_name))
         trace = trace.tb_next
-    return _location(reversed(frames))
+    return _describe_location(reversed(frames))
 
 
 _Line = tuple[str, int, str]  # file, line, function
 
 
-def _frames(frame: FrameType | None) -> Iterator[_Line]:
+def _iterate_frames(frame: FrameType | None) -> Iterator[_Line]:
     while frame is not None:
         yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back
 
 
-def _location(lines: Iterator[_Line]) -> str:
+def _describe_location(lines: Iterator[_Line]) -> str:
     """Return the location of the innermost of ``lines``, innermost first."""
     other = ""
     for file, line, function in lines:
@@ -125,12 +125,12 @@ def _location(lines: Iterator[_Line]) -> str:
             if not file.startswith(_SIMULATION):
                 own = f"{file[len(_PACKAGE) + 1 :]}:{line} {function}"
                 return f"{own} ({other})" if other else own
-        elif not other and (name := _name(file)):
+        elif not other and (name := _look_up_name(file)):
             other = f"{name}:{line} {function}"
     return other or "outside the package"
 
 
-def _name(file: str) -> str:
+def _look_up_name(file: str) -> str:
     """Return a short name of a file of other code; empty for torch's, Python's own, and generated code."""
     installed = next((file.partition(part)[2] for part in _INSTALLED if part in file), None)
     if installed is not None:
@@ -156,9 +156,9 @@ class WaitLog:
 
     def note(self, cause: str) -> None:
         """Add a wait at the line that is running."""
-        self.counts[Wait(self._phases.step, self._phases.phase, cause, source_location())] += 1
+        self.counts[Wait(self._phases.step, self._phases.phase, cause, find_source_location())] += 1
 
-    def of_step(self, step: int) -> dict[tuple[str, str], int]:
+    def count_step(self, step: int) -> dict[tuple[str, str], int]:
         """Return the number of waits of a step by cause and source line, most frequent first."""
         counts: Counter[tuple[str, str]] = Counter()
         for wait, count in self.counts.items():
@@ -184,7 +184,7 @@ class MemoryLog:
         """Follow the storage of a tensor on the device."""
         self._add(self._storages.follow(tensor.untyped_storage()))
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
+    def update_size(self, storage: torch.UntypedStorage) -> None:
         """Update the size of a followed storage, as FSDP2 frees gathered parameters by resizing them to nothing."""
         if storage in self._storages:
             self._add(self._storages.follow(storage))
@@ -242,7 +242,7 @@ class RecordedCollective:
     ranks: int
 
 
-def collective_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCollective | None:
+def find_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCollective | None:
     """Return the collective that an operation is; None for any other operation, and for barriers."""
     schema = func._schema
     namespace, _, name = schema.name.partition("::")
@@ -254,10 +254,10 @@ def collective_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R
         return None
     kind, full = _KINDS[name]
     group = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.ScriptObject)), None)
-    return RecordedCollective(kind, sum(tensor.nbytes for tensor in tensors_in(args[full])), _size(group))
+    return RecordedCollective(kind, sum(tensor.nbytes for tensor in list_tensors(args[full])), _count_ranks(group))
 
 
-def _size(group: Any) -> int:
+def _count_ranks(group: Any) -> int:
     from torch.distributed import ProcessGroup
 
     return 0 if group is None else ProcessGroup.unbox(group).size()
@@ -274,7 +274,7 @@ class CollectiveLog:
         """Add a collective."""
         self.counts[self._phases.step, self._phases.phase, collective] += 1
 
-    def of_step(self, step: int) -> dict[str, tuple[int, int]]:
+    def count_step(self, step: int) -> dict[str, tuple[int, int]]:
         """Return number and bytes by kind, of the passes and the update of a step."""
         sums: dict[str, list[int]] = {}
         for (when, phase, one), count in self.counts.items():

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trainwright.errors import TrainingError
-from trainwright.utils.text import plural, size
+from trainwright.utils.text import format_bytes, format_plural
 
 # What a simulation of one rank on fake tensors does not show.
 UNSEEN = (
@@ -68,11 +68,14 @@ class Simulation:
         if self.error is not None:
             raise TrainingError(f"the simulated run failed: {self.error}")
         if self.peak > self.card_bytes:
-            raise TrainingError(f"the simulated run needs {size(self.peak)} of the card's {size(self.card_bytes)}")
+            raise TrainingError(
+                f"the simulated run needs {format_bytes(self.peak)} of the card's {format_bytes(self.card_bytes)}"
+            )
         if max_host_syncs is not None and self.host_waits > max_host_syncs:
             (cause, source_line), count = next(iter(self.waits.items()))
             raise TrainingError(
-                f"--max-host-syncs {max_host_syncs}: the host waits {plural(self.host_waits, 'time')} for the device "
+                f"--max-host-syncs {max_host_syncs}: the host waits {format_plural(self.host_waits, 'time')} for the "
+                "device "
                 f"in a step, {count} of them at {source_line} ({cause})"
             )
 
@@ -90,7 +93,8 @@ class Simulation:
         ranks = f"rank 0 of {self.world:,}" if self.world > 1 else "one process"
         yield (
             f"{'run':<14} {self.task}, {self.strategy}, {ranks}, {self.mixed_precision}: "
-            f"{plural(self.steps, 'step')} of {plural(self.micro_batches, 'micro-batch', 'micro-batches')}"
+            f"{format_plural(self.steps, 'step')} of "
+            f"{format_plural(self.micro_batches, 'micro-batch', 'micro-batches')}"
         )
         for note in self.notes:
             yield f"{'':<14} {note}"
@@ -98,14 +102,20 @@ class Simulation:
         yield f"{'peak memory':<14} {'simulated':>12} {'plan':>12}"
         for phase in dict.fromkeys((*_PLANNED, *self.memory)):
             if phase in self.memory or self.planned_memory.get(phase):
-                yield f"  {phase:<12} {_bytes(self.memory.get(phase)):>12} {_bytes(self.planned_memory.get(phase)):>12}"
+                yield (
+                    f"  {phase:<12} {_format_bytes(self.memory.get(phase)):>12} "
+                    f"{_format_bytes(self.planned_memory.get(phase)):>12}"
+                )
         planned = max(self.planned_memory.values(), default=0)
         off = f"; the plan is {planned / self.peak - 1:+.1%}" if self.peak and planned else ""
-        yield f"  {'most':<12} {_bytes(self.peak):>12} {_bytes(planned):>12}  of {size(self.card_bytes)}{off}"
+        yield (
+            f"  {'most':<12} {_format_bytes(self.peak):>12} {_format_bytes(planned):>12}  of "
+            f"{format_bytes(self.card_bytes)}{off}"
+        )
         yield ""
         yield f"{'collectives':<14} {'a step':>12} {'bytes':>12}"
         for kind, (count, total) in self.collectives.items():
-            yield f"  {kind:<12} {count:>12} {size(total):>12}"
+            yield f"  {kind:<12} {count:>12} {format_bytes(total):>12}"
         if not self.collectives:
             yield "  none"
         yield ""
@@ -124,5 +134,5 @@ class Simulation:
         return "\n".join(self.lines())
 
 
-def _bytes(value: int | None) -> str:
-    return "-" if value is None else size(value)
+def _format_bytes(value: int | None) -> str:
+    return "-" if value is None else format_bytes(value)

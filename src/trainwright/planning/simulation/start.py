@@ -17,19 +17,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.data.sources.registry import registered_source, without_slice
+from trainwright.data.sources.registry import find_registered_source, split_slice
 from trainwright.errors import MachineError, RequestError, TrainingError, TrainwrightError
-from trainwright.machine.accelerators import installed_build
-from trainwright.machine.cache import cache_root
-from trainwright.machine.describe import VARIABLE, Cluster, machine_of, node_of
+from trainwright.machine.accelerators import read_installed_build
+from trainwright.machine.cache import find_cache_root
+from trainwright.machine.describe import VARIABLE, Cluster, build_machine, resolve_machine
 from trainwright.machine.machine import Machine
-from trainwright.planning.facts import configuration_named, facts_of, largest_stage
+from trainwright.planning.facts import build_facts, find_largest_stage, read_named_configuration
 from trainwright.planning.simulation.report import Simulation
 from trainwright.recipe.registries import LAUNCHERS
 from trainwright.recipe.schema import EvaluateSection, RecipeSchema
 from trainwright.recipe.yaml_text import Tree
-from trainwright.utils.activity import doing
-from trainwright.utils.paths import user_path
+from trainwright.utils.activity import begin_activity
+from trainwright.utils.paths import expand_user_path
 
 if TYPE_CHECKING:
     from trainwright.planning.plan import RunPlan
@@ -61,7 +61,7 @@ def simulate(request: SimulationRequest) -> Simulation:
         RequestError: the recipe or the machine is wrong.
         MachineError: the recipe does not fit the machine, or this machine cannot simulate.
     """
-    cluster = simulated_machine(request.on)
+    cluster = read_simulated_machine(request.on)
     os.environ["OMP_NUM_THREADS"] = "1"  # nothing is computed
     os.environ["HF_HUB_OFFLINE"] = "1"  # and nothing downloaded
     load_simulated_device()
@@ -70,13 +70,13 @@ def simulate(request: SimulationRequest) -> Simulation:
         os.environ[VARIABLE] = str(directory / "machine.json")
         write_machine(cluster, directory / "machine.json")
         if request.accelerate_config is not None:
-            request, cluster = _with_file(request, request.accelerate_config, cluster)
+            request, cluster = _apply_file(request, request.accelerate_config, cluster)
             write_machine(cluster, directory / "machine.json")
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(cluster.devices_per_node)))
         return _Simulating(request, cluster, directory).run()
 
 
-def _with_file(request: SimulationRequest, file: Path, cluster: Cluster) -> tuple[SimulationRequest, Cluster]:
+def _apply_file(request: SimulationRequest, file: Path, cluster: Cluster) -> tuple[SimulationRequest, Cluster]:
     """Return the request with the settings of an Accelerate file, and the GPUs that the file leaves."""
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # the cluster has only those GPUs already
     translation = LAUNCHERS.get("accelerate").of_file(file, request.overrides, rendezvous="simulated:29500")
@@ -85,7 +85,7 @@ def _with_file(request: SimulationRequest, file: Path, cluster: Cluster) -> tupl
             f"{file}: num_machines is {translation.nodes}, but --simulate: {request.on} has {cluster.nodes}; change one"
         )
     overrides, _ = translation.over(request.recipe, request.overrides)
-    return replace(request, overrides=overrides), visible_part(cluster)
+    return replace(request, overrides=overrides), select_visible(cluster)
 
 
 class _Simulating:
@@ -103,28 +103,28 @@ class _Simulating:
 
         card, each = self._cluster.card, self._cluster.devices_per_node
         rank = device.Rank(device.SimulatedGpu(card.name, card.memory_bytes, card.capability, each))
-        doing("importing torch")
+        begin_activity("importing torch")
         logs = device.install(rank)
         requested = self._recipe()
-        doing("planning")
-        recipe = self._to_run(self._planned(requested), requested)
-        doing("preparing the model and the data")
-        with device.simulated(rank, logs):
-            failed = _attempted(lambda: device.prepare(recipe, cache_root()))
+        begin_activity("planning")
+        recipe = self._resolve_recipe(self._make_plan(requested), requested)
+        begin_activity("preparing the model and the data")
+        with device.simulate_device(rank, logs):
+            failed = _try_part(lambda: device.prepare(recipe, find_cache_root()))
         if failed is not None:
             raise TrainingError(f"the simulated preparation failed: {failed}")
-        plan = self._planned(requested)  # with the lengths of the rows, which are known now
-        recipe = self._to_run(plan, requested)
+        plan = self._make_plan(requested)  # with the lengths of the rows, which are known now
+        recipe = self._resolve_recipe(plan, requested)
         if not self._asked.force:
             plan.refuse_shortage()
         rank.world = int(recipe.parallel.processes)
         rank.local = min(rank.world, each)
         run = self._directory / "run"
         run.mkdir()
-        run_directory.record(run, run_directory.recipe_text(recipe), "simulated", (), plan.as_json())
-        doing(f"simulating {recipe.parallel.strategy} on {rank.world}")
-        with device.simulated(rank, logs):
-            error = _attempted(lambda: device.train(run, cache_root(), rank, logs))
+        run_directory.record(run, run_directory.format_recipe(recipe), "simulated", (), plan.as_json())
+        begin_activity(f"simulating {recipe.parallel.strategy} on {rank.world}")
+        with device.simulate_device(rank, logs):
+            error = _try_part(lambda: device.train(run, find_cache_root(), rank, logs))
         return _report(self._cluster, recipe, plan, logs, error, tuple(self._notes))
 
     def _recipe(self) -> RecipeSchema:
@@ -134,43 +134,43 @@ class _Simulating:
         recipe = load_recipe(self._asked.recipe, list(self._asked.overrides))
         if recipe.train.compile is True:
             self._notes.append("train.compile: compiled code is not simulated; the blocks run as they are written")
-        recipe = with_fresh_model(with_rows(recipe, self._directory, self._notes), self._notes)
-        recipe = with_tokenizer(recipe, self._notes)
+        recipe = replace_weights(fill_rows(recipe, self._directory, self._notes), self._notes)
+        recipe = fill_tokenizer(recipe, self._notes)
         if recipe.evaluate.prompts or recipe.evaluate.metrics:
             self._notes.append("evaluate: texts and answers are not generated")
         # All of the section: the length of answers, for instance, contradicts a recipe that asks for none.
         recipe = recipe.model_copy(update={"evaluate": EvaluateSection()})
-        return _changed(recipe, train={"compile": False})
+        return _update_sections(recipe, train={"compile": False})
 
-    def _planned(self, recipe: RecipeSchema) -> RunPlan:
+    def _make_plan(self, recipe: RecipeSchema) -> RunPlan:
         from trainwright.planning.planner import plan_on
-        from trainwright.run.resolve import possible
+        from trainwright.run.resolve import apply_implied_values
 
-        recipe, _ = possible(recipe, self._cluster)
-        return plan_on(self._cluster, recipe, facts_of(recipe))
+        recipe, _ = apply_implied_values(recipe, self._cluster)
+        return plan_on(self._cluster, recipe, build_facts(recipe))
 
-    def _to_run(self, plan: RunPlan, requested: RecipeSchema) -> RecipeSchema:
+    def _resolve_recipe(self, plan: RunPlan, requested: RecipeSchema) -> RecipeSchema:
         """Return the resolved recipe of a few steps, with an evaluation before and after them."""
-        from trainwright.planning.planner import chosen_values
-        from trainwright.run.resolve import filled, possible
+        from trainwright.planning.planner import collect_chosen_values
+        from trainwright.run.resolve import apply_implied_values, fill_auto_values
 
-        possible_recipe, _ = possible(requested, self._cluster)
-        recipe = filled(possible_recipe, chosen_values(plan), self._cluster.device)
+        possible_recipe, _ = apply_implied_values(requested, self._cluster)
+        recipe = fill_auto_values(possible_recipe, collect_chosen_values(plan), self._cluster.device)
         train = {"max_steps": self._asked.steps, "epochs": None, "max_tokens": None}
         train |= {"initial_batch_size": None, "batch_warmup_steps": 0}
         logging = {"observers": dict[str, Any]()}
-        data = {} if recipe.data.stages is None else {"stages": [largest_stage(recipe)]}
-        return _changed(recipe, train=train, optimizer=_CONSTANT, logging=logging, data=data)
+        data = {} if recipe.data.stages is None else {"stages": [find_largest_stage(recipe)]}
+        return _update_sections(recipe, train=train, optimizer=_CONSTANT, logging=logging, data=data)
 
 
-def _changed(recipe: RecipeSchema, **sections: dict[str, Any]) -> RecipeSchema:
+def _update_sections(recipe: RecipeSchema, **sections: dict[str, Any]) -> RecipeSchema:
     changed = {name: getattr(recipe, name).model_copy(update=values) for name, values in sections.items()}
     return recipe.model_copy(update=changed)
 
 
-def _attempted(work: Callable[[], None]) -> str | None:
+def _try_part(work: Callable[[], None]) -> str | None:
     """Do a part of the run; return the error that ended it, with its place."""
-    from trainwright.planning.simulation.recorders import error_location
+    from trainwright.planning.simulation.recorders import find_error_location
 
     try:
         work()
@@ -179,7 +179,7 @@ def _attempted(work: Callable[[], None]) -> str | None:
             raise
         return str(error)
     except Exception as error:  # whatever a GPU would have made of it
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}; at {error_location(error)}"
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:600]}; at {find_error_location(error)}"
     return None
 
 
@@ -197,8 +197,8 @@ def _report(
         steps=logs.phases.finished,
         memory=dict(logs.memory.peaks),
         planned_memory={name: int(size) for name, size in plan.chosen.memory.phases.items()},
-        collectives=logs.collectives.of_step(logs.phases.finished),
-        waits=logs.waits.of_step(logs.phases.finished),
+        collectives=logs.collectives.count_step(logs.phases.finished),
+        waits=logs.waits.count_step(logs.phases.finished),
         error=error,
         notes=notes,
     )
@@ -208,7 +208,7 @@ _MADE_UP_ROWS = 64
 _TOKEN_CHARACTERS = 8  # of a token, at most, in English text; longer rows are cut to data.max_length
 
 
-def with_rows(recipe: RecipeSchema, directory: Path, notes: list[str]) -> RecipeSchema:
+def fill_rows(recipe: RecipeSchema, directory: Path, notes: list[str]) -> RecipeSchema:
     """Return the recipe with rows that are here: its own, or full rows of made-up text written to ``directory``."""
     data = recipe.data
     if not recipe.has_texts or all(_is_here(source.source) for source in data.sources):
@@ -222,7 +222,7 @@ def with_rows(recipe: RecipeSchema, directory: Path, notes: list[str]) -> Recipe
             file.write_text("I do not know.\n", encoding="utf-8")
         else:
             kind = recipe.spec.rows(recipe, f"data.{key}")
-            rows = (_row(kind, f"{key} {number}", data.max_length) for number in range(_MADE_UP_ROWS))
+            rows = (_build_row(kind, f"{key} {number}", data.max_length) for number in range(_MADE_UP_ROWS))
             file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         changed[key] = str(file)
     notes.append(f"data: {data.name} is not here; {_MADE_UP_ROWS} full rows of {data.max_length} tokens instead")
@@ -231,14 +231,14 @@ def with_rows(recipe: RecipeSchema, directory: Path, notes: list[str]) -> Recipe
 
 
 def _is_here(source: str) -> bool:
-    source, _ = without_slice(source)
+    source, _ = split_slice(source)
     name = source.partition(":")[0]
-    if registered_source(source) is not None:
+    if find_registered_source(source) is not None:
         return True
-    return user_path(source).exists() or user_path(name).exists()
+    return expand_user_path(source).exists() or expand_user_path(name).exists()
 
 
-def _row(kind: str, name: str, tokens: int) -> dict[str, Any]:
+def _build_row(kind: str, name: str, tokens: int) -> dict[str, Any]:
     text = (f"{name}: " + "made up text for the simulation of a run ") * (_TOKEN_CHARACTERS * tokens // 40 + 1)
     if kind in ("refused", "alternates"):
         return {"prompt": "What is it?", "completion": text, "alternate": text[::-1]}
@@ -247,7 +247,7 @@ def _row(kind: str, name: str, tokens: int) -> dict[str, Any]:
     return {"text": text}
 
 
-def with_fresh_model(recipe: RecipeSchema, notes: list[str]) -> RecipeSchema:
+def replace_weights(recipe: RecipeSchema, notes: list[str]) -> RecipeSchema:
     """Return the recipe with the model's configuration in place of its weights, which are neither read nor downloaded.
 
     Raises:
@@ -256,14 +256,14 @@ def with_fresh_model(recipe: RecipeSchema, notes: list[str]) -> RecipeSchema:
     model = recipe.model
     if model.name is None:
         return recipe
-    config = _known_keys(model.overridden(configuration_named(model.name)))
+    config = _select_known_keys(model.override_configuration(read_named_configuration(model.name)))
     update: dict[str, Any] = {"name": None, "config": config, "tokenizer": model.tokenizer or model.name}
     update |= {"gguf_file": None, "overrides": {}}
     notes.append(f"model: the configuration of {model.name} without its weights")
     return recipe.model_copy(update={"model": model.model_copy(update=update)})
 
 
-def with_tokenizer(recipe: RecipeSchema, notes: list[str]) -> RecipeSchema:
+def fill_tokenizer(recipe: RecipeSchema, notes: list[str]) -> RecipeSchema:
     """Return the recipe with a tokenizer that is here: its own, or the built-in one of bytes."""
     from trainwright.models.load import load_tokenizer
 
@@ -278,20 +278,20 @@ def with_tokenizer(recipe: RecipeSchema, notes: list[str]) -> RecipeSchema:
     return recipe
 
 
-def _known_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+def _select_known_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json's keys that a fresh model of its type has."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    from trainwright.models.configuration import keys_of, without_ignored
+    from trainwright.models.configuration import drop_ignored, list_keys
 
-    known = keys_of(CONFIG_MAPPING[config["model_type"]]) | {"model_type"}
-    return {key: value for key, value in without_ignored(config).items() if key in known}
+    known = list_keys(CONFIG_MAPPING[config["model_type"]]) | {"model_type"}
+    return {key: value for key, value in drop_ignored(config).items() if key in known}
 
 
 MOST_RANKS = 16_384
 
 
-def simulated_machine(text: str) -> Cluster:
+def read_simulated_machine(text: str) -> Cluster:
     """Return the machine that ``--simulate`` describes, with the GPUs of each node that CUDA_VISIBLE_DEVICES leaves.
 
     Empty, the variable hides the GPUs of this machine, and none of the simulated ones.
@@ -301,7 +301,7 @@ def simulated_machine(text: str) -> Cluster:
             CUDA_VISIBLE_DEVICES names one that is not there.
     """
     try:
-        cluster = machine_of(text)[0]
+        cluster = resolve_machine(text)[0]
     except RequestError as error:
         raise RequestError(f"--simulate: {error}") from None
     if cluster.card.vendor != "NVIDIA":
@@ -314,10 +314,10 @@ def simulated_machine(text: str) -> Cluster:
         raise RequestError(
             f"--simulate: {text}: at most {MOST_RANKS:,} GPUs are simulated, not {cluster.devices:,}; such as {fewer}"
         )
-    return visible_part(cluster)
+    return select_visible(cluster)
 
 
-def visible_part(cluster: Cluster) -> Cluster:
+def select_visible(cluster: Cluster) -> Cluster:
     """Return the cluster with those GPUs of each node that CUDA_VISIBLE_DEVICES names. Raises RequestError."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
     if visible in ("", "-1"):
@@ -336,7 +336,7 @@ def write_machine(cluster: Cluster, file: Path) -> None:
     """Write a node of the cluster as ``trainwright machine --json`` would, for ``$TRAINWRIGHT_MACHINE``."""
     from pydantic import TypeAdapter
 
-    node = TypeAdapter(Machine).dump_python(node_of(cluster), mode="json")
+    node = TypeAdapter(Machine).dump_python(build_machine(cluster), mode="json")
     file.write_text(json.dumps({"machine": node}), encoding="utf-8")
 
 
@@ -351,7 +351,7 @@ def load_simulated_device() -> None:
     Raises:
         MachineError: there is no C++ compiler, or it cannot compile against the installed torch.
     """
-    if not (_torch_directory() / "lib" / "libtorch_cuda.so").exists():
+    if not (_locate_torch() / "lib" / "libtorch_cuda.so").exists():
         load_shim(SHIM)
 
 
@@ -359,20 +359,20 @@ def load_shim(source: Path) -> ctypes.CDLL:
     """Return the library of a source file, compiled and loaded; before torch is imported. Raises MachineError."""
     if source not in _loaded:
         assert "torch" not in sys.modules, "torch asks for its hooks once, when it is imported"
-        _loaded[source] = ctypes.CDLL(str(_compiled(_torch_directory(), source)), mode=ctypes.RTLD_GLOBAL)
+        _loaded[source] = ctypes.CDLL(str(_compile_shim(_locate_torch(), source)), mode=ctypes.RTLD_GLOBAL)
     return _loaded[source]
 
 
-def _torch_directory() -> Path:
+def _locate_torch() -> Path:
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None, "torch is a dependency of this package"
     return Path(spec.origin).parent
 
 
-def _compiled(root: Path, source: Path) -> Path:
+def _compile_shim(root: Path, source: Path) -> Path:
     """Return the compiled shim for the torch in ``root``, from the cache if it was compiled before."""
-    identity = f"{installed_build()} {root} {sys.platform}".encode() + source.read_bytes()
-    shared_object = cache_root() / "simulation" / f"{source.stem}-{hashlib.sha256(identity).hexdigest()[:16]}.so"
+    identity = f"{read_installed_build()} {root} {sys.platform}".encode() + source.read_bytes()
+    shared_object = find_cache_root() / "simulation" / f"{source.stem}-{hashlib.sha256(identity).hexdigest()[:16]}.so"
     if shared_object.exists():
         return shared_object
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), *_COMPILERS))), None)
@@ -381,7 +381,7 @@ def _compiled(root: Path, source: Path) -> Path:
             f"--simulate: compiles {source.stat().st_size // 1024 + 1} KiB of C++ once, and there is no compiler "
             f"({', '.join(_COMPILERS)}); install one (apt install g++), or set CXX to its path"
         )
-    doing("compiling the simulated device")
+    begin_activity("compiling the simulated device")
     try:
         shared_object.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -396,7 +396,7 @@ def _compiled(root: Path, source: Path) -> Path:
     if done.returncode:
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
         raise MachineError(
-            f"--simulate: {compiler} could not compile {source.name} for {installed_build().version}: {first}"
+            f"--simulate: {compiler} could not compile {source.name} for {read_installed_build().version}: {first}"
         )
     scratch.replace(shared_object)
     return shared_object

@@ -20,17 +20,26 @@ from trainwright.machine.measured.calibration import (
     InStep,
     ProcessRates,
     TimedSample,
-    current_calibration,
-    interpolated,
+    interpolate,
+    load_current_calibration,
 )
-from trainwright.machine.measured.contention import other_cores
-from trainwright.machine.measured.own_runs import Correction, OwnRuns, own_runs
-from trainwright.machine.measured.quick import KINDS, Block, Kernel, MeasuredBlock, Passes, Shapes, for_block, measured
+from trainwright.machine.measured.contention import measure_other_cores
+from trainwright.machine.measured.own_runs import Correction, OwnRuns, read_own_runs
+from trainwright.machine.measured.quick import (
+    KINDS,
+    Block,
+    Kernel,
+    MeasuredBlock,
+    Passes,
+    Shapes,
+    measure_if_needed,
+    select_nearest_block,
+)
 from trainwright.models.attention.kernels import Dtype
-from trainwright.planning.errors import Errors, interval_of
+from trainwright.planning.errors import Errors, estimate_interval
 from trainwright.planning.step_time.work import Pricing
-from trainwright.planning.trace.request import Device, TracedModel, TraceRequest, rows_of
-from trainwright.planning.trace.traced import parameters_of, sized
+from trainwright.planning.trace.request import Device, TracedModel, TraceRequest, choose_row_kind
+from trainwright.planning.trace.traced import list_parameters, size_model
 from trainwright.planning.trace.units import BatchShape, Operation, SizedModel
 from trainwright.planning.workload import Choice, MixedPrecision, Workload
 
@@ -62,23 +71,23 @@ class Basis:
         return "datasheet" if self.measurement is None else "measurement"
 
 
-def basis_of(machine: Machine, workload: Workload, doing: Callable[[str], None] = lambda text: None) -> Basis:
+def build_basis(machine: Machine, workload: Workload, doing: Callable[[str], None] = lambda text: None) -> Basis:
     """Return the source of times for plans of ``workload`` on ``machine``, measured now if it is present and
     unmeasured.
 
     Args:
         doing: called with a message before an operation that takes a few seconds.
     """
-    basis = _basis_of(machine, workload, doing)
+    basis = _choose_basis(machine, workload, doing)
     if machine.device != "cpu" or machine.described_by is not None or not machine.is_here:
         return basis
-    load = _load(machine.cpu_cores)
+    load = _describe_load(machine.cpu_cores)
     return replace(basis, load=load, message="\n".join(filter(None, (basis.message, load))) or None)
 
 
-def _load(cores: int) -> str | None:
+def _describe_load(cores: int) -> str | None:
     """Return what the programs that use the cores of this machine now cost; None if it is little."""
-    others = other_cores(_LOAD_SECONDS)
+    others = measure_other_cores(_LOAD_SECONDS)
     if others < _SMALL_LOAD:
         return None
     # A thread shares its core with another program, and all others wait for it.
@@ -89,15 +98,17 @@ def _load(cores: int) -> str | None:
     )
 
 
-def _basis_of(machine: Machine, workload: Workload, doing: Callable[[str], None]) -> Basis:
-    calibration, runs = current_calibration(machine), own_runs(machine)
+def _choose_basis(machine: Machine, workload: Workload, doing: Callable[[str], None]) -> Basis:
+    calibration, runs = load_current_calibration(machine), read_own_runs(machine)
     calibrated = calibration is not None and not calibration.is_disturbed
     if calibrated and machine.device != "cpu":
         return Basis(calibration, runs=runs)
-    shapes = shapes_of(workload)
-    quick = measured(machine, shapes, doing)
+    shapes = collect_shapes(workload)
+    quick = measure_if_needed(machine, shapes, doing)
     measurement = (
-        None if quick.calibration is None else for_block(quick.calibration, shapes.bounded(machine.device).block)
+        None
+        if quick.calibration is None
+        else select_nearest_block(quick.calibration, shapes.limit_size(machine.device).block)
     )
     if calibrated:
         measurement = None if measurement is None or measurement.is_disturbed else measurement
@@ -105,9 +116,9 @@ def _basis_of(machine: Machine, workload: Workload, doing: Callable[[str], None]
     return Basis(None, measurement, quick.message, quick.trouble, runs)
 
 
-def shapes_of(workload: Workload) -> Shapes:
+def collect_shapes(workload: Workload) -> Shapes:
     """Return the model's matrix sizes (those with the most computation first), its block, and its sequences' length."""
-    facts, blocks = workload.facts, parameters_of(workload.model)[1:-1]
+    facts, blocks = workload.facts, list_parameters(workload.model)[1:-1]
     elements: dict[tuple[int, int], int] = {}
     for parameter in (parameter for block in blocks for parameter in block):
         if len(parameter.shape) > 1 and "lora_" not in parameter.name:
@@ -115,19 +126,19 @@ def shapes_of(workload: Workload) -> Shapes:
             elements[rows, columns] = elements.get((rows, columns), 0) + rows * columns
     widths = sorted(elements, key=lambda size: -elements[size])
     breadth = sum(parameter.numel for parameter in blocks[0]) / facts.hidden
-    block = Block(facts.hidden, breadth, partial(block_passes, workload.model))
+    block = Block(facts.hidden, breadth, partial(list_block_passes, workload.model))
     length = max(1, round(workload.mean_length))
     return Shapes(tuple(widths) or ((facts.hidden, facts.hidden),), length, block)
 
 
-def block_passes(model: TracedModel, sequences: int, length: int) -> Passes:
+def list_block_passes(model: TracedModel, sequences: int, length: int) -> Passes:
     """Return the kernels of the passes over a model's first block, on a pack of sequences of about one length."""
     passes = {}
     for precision in MIXED:
-        batch = packed_batch((length,) * sequences)
+        batch = build_packed_batch((length,) * sequences)
         dtype: Dtype = "fp32" if precision == "fp32" else "bf16"
-        trace = sized(TraceRequest(model, Device("cpu", fused=True), dtype), batch)
-        block = trace.in_order()[1]
+        trace = size_model(TraceRequest(model, Device("cpu", fused=True), dtype), batch)
+        block = trace.list_units()[1]
         for direction, operations in (("forward", block.forward.operations), ("backward", block.backward.operations)):
             passes[f"{precision}/{direction}"] = [
                 Kernel(KINDS.index(o.kind), int(bool(o.name)), *o[2:10], o.width) for o in operations if o.launches
@@ -135,7 +146,7 @@ def block_passes(model: TracedModel, sequences: int, length: int) -> Passes:
     return passes
 
 
-def packed_batch(lengths: Sequence[int]) -> BatchShape:
+def build_packed_batch(lengths: Sequence[int]) -> BatchShape:
     """Return the shape of a pack of sequences of these lengths, in which all tokens but each first are targets."""
     tokens = sum(lengths)
     sequences = tuple(Counter(lengths).items())
@@ -152,23 +163,23 @@ class Corrections:
 
     def of(self, choice: Choice) -> Correction:
         """Return the correction for a choice."""
-        return self.runs.correction(self.model, way_of(choice), self.basis)
+        return self.runs.correction(self.model, build_way_key(choice), self.basis)
 
     def errors(self) -> Errors | None:
         """Return the errors of corrected plans of such runs on this machine; None if there were too few."""
         known = [run for run in self.runs.runs if (run.model, run.basis) == (self.model, self.basis)]
         expected = [self.runs.correction(self.model, run.way, self.basis).seconds for run in known]
-        speed = interval_of(factor / run.seconds for factor, run in zip(expected, known, strict=True))
-        memory = interval_of(run.memory for run in known if run.memory)
+        speed = estimate_interval(factor / run.seconds for factor, run in zip(expected, known, strict=True))
+        memory = estimate_interval(run.memory for run in known if run.memory)
         return None if speed is None or memory is None else Errors(memory, speed, ("runs on this machine",))
 
 
-def corrections_of(runs: OwnRuns, workload: Workload, basis: str) -> Corrections:
+def build_corrections(runs: OwnRuns, workload: Workload, basis: str) -> Corrections:
     """Return the corrections of a workload by this machine's own runs."""
-    return Corrections(runs, model_of(workload), basis)
+    return Corrections(runs, build_model_key(workload), basis)
 
 
-def model_of(workload: Workload) -> str:
+def build_model_key(workload: Workload) -> str:
     """Return a key for runs whose prediction errors are related: family, size, adapter, length of rows and TF32."""
     facts, model = workload.facts, workload.model
     adapter = model.adapter_section.get("type", "full")
@@ -177,7 +188,7 @@ def model_of(workload: Workload) -> str:
     return " ".join((*parts, *rows, workload.optimizer, *(["tf32"] if workload.tf32 else [])))
 
 
-def way_of(choice: Choice) -> str:
+def build_way_key(choice: Choice) -> str:
     """Return a key for how a workload is run."""
     compiled = "compiled" if choice.compile else "eager"
     recompute = str(choice.activation_checkpointing)
@@ -191,7 +202,7 @@ MIXED: dict[str, MixedPrecision] = {"fp32": "no", "bf16": "bf16"}
 _LEAST, _MOST = 0.7, 2.5
 
 
-def with_measured_blocks(
+def scale_to_measured_blocks(
     setting: ProcessRates, measured: Calibration, setting_of: Callable[[int, int | None], ProcessRates]
 ) -> ProcessRates:
     """Return the setting with its factors of kernels in a step scaled so that they predict the measured block.
@@ -201,7 +212,9 @@ def with_measured_blocks(
     Args:
         setting_of: the rates of a number of processes and threads, with typical factors.
     """
-    by_distance = sorted(measured.settings, key=lambda other: distance(other, setting.processes, setting.threads))
+    by_distance = sorted(
+        measured.settings, key=lambda other: compute_distance(other, setting.processes, setting.threads)
+    )
     in_step = dict(setting.in_step)
     for precision in MIXED.keys() & in_step.keys():
         names = [f"block/{precision}/{direction}" for direction in ("forward", "backward")]
@@ -210,7 +223,7 @@ def with_measured_blocks(
             continue
         samples, typical = [nearest.curves[name].samples[-1] for name in names], in_step[precision]
         rates = setting_of(nearest.processes, nearest.threads)
-        expected = sum(block_seconds(one.sizes, name, rates) for one, name in zip(samples, names, strict=True))
+        expected = sum(estimate_block_seconds(one.sizes, name, rates) for one, name in zip(samples, names, strict=True))
         seconds = sum(sample.seconds for sample in samples)
         factor = min(_MOST, max(_LEAST, seconds / expected))
         in_step[precision] = replace(
@@ -223,19 +236,23 @@ def with_measured_blocks(
     return replace(setting, in_step=in_step)
 
 
-def on_cpu(model: TracedModel, batch: BatchShape, precision: str, setting: ProcessRates) -> tuple[SizedModel, Pricing]:
+def build_cpu_pricing(
+    model: TracedModel, batch: BatchShape, precision: str, setting: ProcessRates
+) -> tuple[SizedModel, Pricing]:
     """Return the passes of a model on a CPU, and what predicts their time."""
     dtype: Dtype = "fp32" if precision == "fp32" else "bf16"
-    trace = sized(TraceRequest(model, Device("cpu", fused=True), dtype, rows_of(batch)), batch, setting.threads or 1)
+    trace = size_model(
+        TraceRequest(model, Device("cpu", fused=True), dtype, choose_row_kind(batch)), batch, setting.threads or 1
+    )
     vocabulary = trace.facts.vocabulary
     return trace, Pricing(setting, batch, MIXED[precision], on_gpu=False, vocabulary=vocabulary)
 
 
-def block_seconds(sizes: Sequence[float], curve: str, setting: ProcessRates) -> float:
+def estimate_block_seconds(sizes: Sequence[float], curve: str, setting: ProcessRates) -> float:
     """Return the predicted seconds of a pass over a block, from the sizes of a sample of ``curve``."""
     block = MeasuredBlock.of(sizes)
     _, precision, direction = curve.split("/")
-    batch = packed_batch((block.length,) * block.sequences)
+    batch = build_packed_batch((block.length,) * block.sequences)
     pricing = Pricing(setting, batch, MIXED[precision], on_gpu=False, vocabulary=0)
     operations: list[Operation[int]] = [
         Operation._make((KINDS[k.kind], "weight" if k.weights else "", *k[2:7], *map(int, k[7:10]), k.width, 2))
@@ -265,42 +282,46 @@ _FAST, _FAST_PRODUCTS = 6.5, 1.5
 Nominal = Callable[[int, int | None], ProcessRates]
 
 
-def measured_setting(measured: Calibration, nominal: Nominal, processes: int, threads: int | None) -> ProcessRates:
+def build_measured_setting(
+    measured: Calibration, nominal: Nominal, processes: int, threads: int | None
+) -> ProcessRates:
     """Return the rates of each of ``processes`` with ``threads`` threads, all running at once.
 
     Each curve is that of the nearest setting in which it was measured; otherwise it is nominal, scaled by the deviation
     of nominal rates in that setting.
     """
-    by_distance = sorted(measured.settings, key=lambda setting: distance(setting, processes, threads))
+    by_distance = sorted(measured.settings, key=lambda setting: compute_distance(setting, processes, threads))
     rates = nominal(processes, threads)
-    curves = {name: _nearest_curve(name, rates, by_distance, nominal) for name in rates.curves}
+    curves = {name: _scale_nearest_curve(name, rates, by_distance, nominal) for name in rates.curves}
     launch = by_distance[0].launch if by_distance[0].launch > 0 else rates.launch
     exchange = rates.exchange if by_distance[0].exchange == Exchanged() else by_distance[0].exchange
     if not rates.in_step:
         return replace(rates, curves=curves, launch=launch, exchange=exchange)
     in_step = {
-        precision: replace(_IN_STEP, products=_products(measured, precision), host=fitted.host * launch / _LAUNCH)
+        precision: replace(
+            _IN_STEP, products=_find_product_factor(measured, precision), host=fitted.host * launch / _LAUNCH
+        )
         for precision, fitted in rates.in_step.items()
     }
     return replace(rates, curves=curves, launch=launch, in_step=in_step, exchange=exchange)
 
 
-def _products(measured: Calibration, precision: str) -> float:
+def _find_product_factor(measured: Calibration, precision: str) -> float:
     """Return the factor of the time of products in a step."""
-    fastest, plain = peak(measured, precision), peak(measured, "fp32")
+    fastest, plain = find_peak_rate(measured, precision), find_peak_rate(measured, "fp32")
     if fastest is None or plain is None:
         return _IN_STEP.products
     share = min(1.0, max(0.0, math.log(fastest / plain) / math.log(_FAST)))
     return _IN_STEP.products + share * (_FAST_PRODUCTS - _IN_STEP.products)
 
 
-def distance(setting: ProcessRates, processes: int, threads: int | None) -> tuple[float, float]:
+def compute_distance(setting: ProcessRates, processes: int, threads: int | None) -> tuple[float, float]:
     """Return the distance of a setting from these numbers of processes and threads, and that of the threads alone."""
     of_threads = abs(math.log((setting.threads or 1) / (threads or 1)))
     return abs(math.log(setting.processes / processes)) + of_threads, of_threads
 
 
-def thread_counts(measured: Calibration | None, processes: int, cores: int) -> tuple[int, ...]:
+def list_thread_counts(measured: Calibration | None, processes: int, cores: int) -> tuple[int, ...]:
     """Return the threads per process to try: all available, and fewer where they were measured."""
     share = max(1, cores // processes)
     settings = () if measured is None else measured.settings
@@ -308,7 +329,7 @@ def thread_counts(measured: Calibration | None, processes: int, cores: int) -> t
     return tuple(dict.fromkeys([share, *sorted(fewer, reverse=True)]))
 
 
-def peak(measured: Calibration, precision: str) -> float | None:
+def find_peak_rate(measured: Calibration, precision: str) -> float | None:
     """Return the highest measured operations per second of all processes of a setting; None if none was measured."""
     rates = [
         2 * math.prod(sample.sizes) / sample.seconds * setting.processes
@@ -336,34 +357,38 @@ class _Factors:
         return math.exp(statistics.fmean(factor for _, factor in self.points))
 
     def at(self, size: float) -> float:
-        return math.exp(interpolated(self.points, math.log(size)))
+        return math.exp(interpolate(self.points, math.log(size)))
 
 
-def _nearest_curve(name: str, rates: ProcessRates, by_distance: Sequence[ProcessRates], nominal: Nominal) -> Curve:
+def _scale_nearest_curve(
+    name: str, rates: ProcessRates, by_distance: Sequence[ProcessRates], nominal: Nominal
+) -> Curve:
     curve = rates.curves[name]
     for near in by_distance:
-        alike = name if name in near.curves else _stand_in(name, near.curves)
+        alike = name if name in near.curves else _find_stand_in(name, near.curves)
         if alike is None:
             continue
         real, typical = near.curves[alike], nominal(near.processes, near.threads).curves[alike]
         if alike == name and len(real.samples) >= len(real.coefficients) > 1:
             if (near.processes, near.threads) == (rates.processes, rates.threads):
                 return real
-            factor = _typical_seconds(curve, real) / _typical_seconds(typical, real)  # of another number of cores
+            factor = _compute_typical_seconds(curve, real) / _compute_typical_seconds(
+                typical, real
+            )  # of another number of cores
             return replace(real, coefficients=tuple(c * factor for c in real.coefficients))
-        scaled = _scaled(curve, _Factors.of(real, typical))
+        scaled = _scale_curve(curve, _Factors.of(real, typical))
         exact = alike == name and curve.form == "table" and rates.processes == near.processes
-        return _through(scaled, real.samples) if exact and rates.threads == near.threads else scaled
+        return _insert_samples(scaled, real.samples) if exact and rates.threads == near.threads else scaled
     return curve
 
 
-def _through(curve: Curve, samples: Sequence[TimedSample]) -> Curve:
+def _insert_samples(curve: Curve, samples: Sequence[TimedSample]) -> Curve:
     """Return a table with the measured points included."""
     by_sizes = {sample.sizes: sample for sample in (*curve.samples, *samples)}
     return replace(curve, samples=tuple(by_sizes[sizes] for sizes in sorted(by_sizes)))
 
 
-def _stand_in(name: str, curves: Mapping[str, Curve]) -> str | None:
+def _find_stand_in(name: str, curves: Mapping[str, Curve]) -> str | None:
     """Return the measured curve whose deviation from nominal rates applies to ``name``, or None."""
     prefix = next((prefix for prefix in _LIKE if name.startswith(prefix)), None)
     if prefix is None:
@@ -372,11 +397,11 @@ def _stand_in(name: str, curves: Mapping[str, Curve]) -> str | None:
     return other if other in curves else None
 
 
-def _typical_seconds(curve: Curve, sizes_of: Curve) -> float:
+def _compute_typical_seconds(curve: Curve, sizes_of: Curve) -> float:
     return statistics.fmean(curve.seconds(*sample.sizes) for sample in sizes_of.samples)
 
 
-def _scaled(curve: Curve, factors: _Factors) -> Curve:
+def _scale_curve(curve: Curve, factors: _Factors) -> Curve:
     if curve.form != "table":
         return replace(curve, coefficients=tuple(c * factors.typical for c in curve.coefficients))
     samples = tuple(TimedSample(s.sizes, s.seconds * factors.at(s.sizes[0])) for s in curve.samples)

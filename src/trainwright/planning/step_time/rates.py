@@ -24,7 +24,12 @@ from trainwright.machine.measured.calibration import (
     ProcessRates,
     TimedSample,
 )
-from trainwright.planning.step_time.basis import measured_setting, peak, thread_counts, with_measured_blocks
+from trainwright.planning.step_time.basis import (
+    build_measured_setting,
+    find_peak_rate,
+    list_thread_counts,
+    scale_to_measured_blocks,
+)
 
 ProductLayout = Literal["forward", "input", "weight", "grouped"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast"]
@@ -83,30 +88,30 @@ class Rates:
             nearest = calibration.nearest(processes)
             if self.measurement is None:
                 return nearest
-            return with_measured_blocks(nearest, self.measurement, lambda number, _: calibration.nearest(number))
+            return scale_to_measured_blocks(nearest, self.measurement, lambda number, _: calibration.nearest(number))
         if self.measurement is not None:
-            return with_measured_blocks(self._measured(processes, threads), self.measurement, self._measured)
-        return self._nominal(processes, threads)
+            return scale_to_measured_blocks(self._measured(processes, threads), self.measurement, self._measured)
+        return self._build_nominal(processes, threads)
 
     def _measured(self, processes: int, threads: int | None) -> ProcessRates:
         assert self.measurement is not None
-        return measured_setting(self.measurement, self._nominal, processes, threads)
+        return build_measured_setting(self.measurement, self._build_nominal, processes, threads)
 
-    def _nominal(self, processes: int, threads: int | None) -> ProcessRates:
-        return nominal_setting(self.cluster, processes, threads)
+    def _build_nominal(self, processes: int, threads: int | None) -> ProcessRates:
+        return build_nominal_setting(self.cluster, processes, threads)
 
     def threads(self, processes: int) -> tuple[int | None, ...]:
         """Return the threads per process to try; None on GPUs."""
         if self.cluster.device != "cpu":
             return (None,)
-        return thread_counts(None if self.calibration else self.measurement, processes, self.cluster.cpu_cores)
+        return list_thread_counts(None if self.calibration else self.measurement, processes, self.cluster.cpu_cores)
 
     def peak(self, devices: int, precision: str) -> float | None:
         """Return the operations per second of ``devices`` devices (a CPU is one) that were measured, if they were."""
         source = self.calibration or self.measurement
         if source is not None:
             processes = 1 if self.cluster.device == "cpu" else max(setting.processes for setting in source.settings)
-            if (measured := peak(source, precision)) is not None:
+            if (measured := find_peak_rate(source, precision)) is not None:
                 return measured * devices / processes
         return None
 
@@ -117,9 +122,12 @@ class Rates:
         setting = self.setting(group.per_node)
         measured = setting.curves.get(f"collective/{kind}")
         if group.nodes > 1 or measured is None:
-            return self._by_links(kind, size, group)
+            return self._estimate_by_links(kind, size, group)
         start, per_byte = measured.coefficients
-        (times, messages), (of_times, of_messages) = steps_of(kind, group.ranks), steps_of(kind, setting.processes)
+        (times, messages), (of_times, of_messages) = (
+            count_ring_steps(kind, group.ranks),
+            count_ring_steps(kind, setting.processes),
+        )
         alone = start * messages / of_messages + per_byte * size * times / of_times
         return setting.exchange.waited + setting.exchange.factor * alone
 
@@ -127,35 +135,35 @@ class Rates:
         """Return the seconds in which each rank of ``group`` sends an equal part of ``size`` bytes to every rank."""
         if group.ranks == 1 or not size:
             return 0.0
-        inside = size * (group.per_node - 1) / group.ranks / self._bandwidth(self.cluster.link)
+        inside = size * (group.per_node - 1) / group.ranks / self._compute_bandwidth(self.cluster.link)
         if group.nodes == 1:
             return _START + inside + (group.ranks - 1) * self.cluster.link.latency
         network = self.cluster.network
         assert network is not None, "several nodes have a network"
-        across = size * (group.ranks - group.per_node) / group.ranks / self._bandwidth(network)
+        across = size * (group.ranks - group.per_node) / group.ranks / self._compute_bandwidth(network)
         return _START + max(inside, across) + (group.ranks - 1) * network.latency
 
-    def _by_links(self, kind: CollectiveKind, size: float, group: Group) -> float:
+    def _estimate_by_links(self, kind: CollectiveKind, size: float, group: Group) -> float:
         """Return the seconds of rings over all ranks, one per adapter of a node, limited by the slowest link.
 
         See nccl, graph/tuning.cc.
         """
-        times, messages = steps_of(kind, group.ranks)
+        times, messages = count_ring_steps(kind, group.ranks)
         link = self.cluster.link
-        inside = times * size / self._bandwidth(link) if group.per_node > 1 else 0.0
+        inside = times * size / self._compute_bandwidth(link) if group.per_node > 1 else 0.0
         if group.nodes == 1:
             return _START + inside + messages * link.latency
         network = self.cluster.network
         assert network is not None, "several nodes have a network"
         # The rings share the adapters of a node; each carries the same bytes as every other link of its ring.
-        _, hops = steps_of(kind, group.nodes)
-        across = times * size / (self._bandwidth(network) * group.per_node)
+        _, hops = count_ring_steps(kind, group.nodes)
+        across = times * size / (self._compute_bandwidth(network) * group.per_node)
         ring = hops * network.latency + (messages - hops) * link.latency
         rounds = 2 if kind == "all_reduce" else 1
         tree = rounds * ((group.per_node - 1) * link.latency + math.log2(group.nodes) * network.latency)
         return _START + max(inside, across) + (min(ring, tree) if kind == "all_reduce" else ring)
 
-    def _bandwidth(self, link: Link) -> float:
+    def _compute_bandwidth(self, link: Link) -> float:
         return link.bandwidth * (_LINK[link.kind] if link.direct else _THROUGH_HOST)
 
 
@@ -254,23 +262,23 @@ _CPU_HOST, _CPU_WAIT = 2e-5, 2.5e-3
 _GLOO_BYTES, _GLOO_MESSAGE = 1.0e9, 150e-6  # through the loopback interface
 
 
-def nominal_setting(cluster: Cluster, processes: int, threads: int | None = None) -> ProcessRates:
+def build_nominal_setting(cluster: Cluster, processes: int, threads: int | None = None) -> ProcessRates:
     """Return the rates of each of ``processes`` that run at once on a node of ``cluster``, from its datasheets.
 
     ``threads``: threads of each process on a CPU; None shares the cores among them.
     """
     if cluster.device == "cpu":
-        return _of_cores(cluster, processes, threads)
-    return _of_gpu(cluster, processes)
+        return _build_core_rates(cluster, processes, threads)
+    return _build_gpu_rates(cluster, processes)
 
 
-def _of_gpu(cluster: Cluster, processes: int) -> ProcessRates:
+def _build_gpu_rates(cluster: Cluster, processes: int) -> ProcessRates:
     card = cluster.card
     units = _UNITS.get((card.vendor, *card.capability), _OTHER_UNITS)
     streamed = _STREAMED * card.memory_bandwidth
     curves: dict[str, Curve] = {}
     for precision, size in _BYTES.items():
-        rate = _sustained(card, units, precision)
+        rate = _compute_sustained_rate(card, units, precision)
         if rate is None:
             continue
         per_byte = size / streamed
@@ -290,21 +298,21 @@ def _of_gpu(cluster: Cluster, processes: int) -> ProcessRates:
     for precision in ("fp32", "bf16", "fp16"):
         size = _BYTES[precision]
         unpacked = _UNPACKED if card.memory_bandwidth > _HBM else 1.0
-        curves[f"traffic/{precision}/expansion"] = _line(_KERNEL, 1 / (unpacked * streamed))
+        curves[f"traffic/{precision}/expansion"] = _build_line(_KERNEL, 1 / (unpacked * streamed))
         for kind in ("copy", "elementwise", "reduction"):
-            curves[f"traffic/{precision}/{kind}"] = _line(_KERNEL, 1 / streamed)
+            curves[f"traffic/{precision}/{kind}"] = _build_line(_KERNEL, 1 / streamed)
         # Cast to fp32 if needed; maximum, differences, exponentials, sum, probabilities; the gradient written back.
         copied = 2 * (size + 4) if size < 4 else 0
-        curves[f"loss/{precision}"] = _line(_KERNEL, (copied + 4 + 8 + 8 + 4 + 8) / streamed)
-    curves["optimizer"] = _line(_KERNEL, 28 / streamed)  # reads p, g, m, v; writes p, m, v; fp32 each
-    curves["host_optimizer"] = _line(_CORE_KERNEL, 28 * processes / _HOST_BYTES)
+        curves[f"loss/{precision}"] = _build_line(_KERNEL, (copied + 4 + 8 + 8 + 4 + 8) / streamed)
+    curves["optimizer"] = _build_line(_KERNEL, 28 / streamed)  # reads p, g, m, v; writes p, m, v; fp32 each
+    curves["host_optimizer"] = _build_line(_CORE_KERNEL, 28 * processes / _HOST_BYTES)
     for direction in ("to", "from"):
-        curves[f"host/{direction}"] = _line(1e-5, 1 / (_HOST_COPIES * card.host_link.bandwidth))
+        curves[f"host/{direction}"] = _build_line(1e-5, 1 / (_HOST_COPIES * card.host_link.bandwidth))
     curves["data"] = Curve("batch", (), (1.5e-4, 2e-6, 2e-8))
     return ProcessRates(processes, None, curves, launch=_LAUNCH, overlap=_HIDDEN)
 
 
-def _sustained(card: Card, units: _Units, precision: str) -> float | None:
+def _compute_sustained_rate(card: Card, units: _Units, precision: str) -> float | None:
     peak = card.rates.get(precision)
     if peak is None:
         return None
@@ -314,7 +322,7 @@ def _sustained(card: Card, units: _Units, precision: str) -> float | None:
     return peak * min(limit, units.sustained * power)
 
 
-def _of_cores(cluster: Cluster, processes: int, threads: int | None) -> ProcessRates:
+def _build_core_rates(cluster: Cluster, processes: int, threads: int | None) -> ProcessRates:
     cores = cluster.cpu_cores / processes  # below 1 processes take turns
     cores = cores if threads is None else min(cores, threads)
     share = cores / cluster.cpu_cores
@@ -331,19 +339,19 @@ def _of_cores(cluster: Cluster, processes: int, threads: int | None) -> ProcessR
         fp32 = _CPU_SUSTAINED * cluster.card.rates.get("fp32", 1e10) * share
         _add_attention(curves, precision, [fp32 * part for part in _CPU_ATTENTION], _CPU_LENGTH_OF_HALF_RATE)
         for kind, rate_of_core in _CORE_BYTES.items():
-            curves[f"traffic/{precision}/{kind}"] = _traffic_of_cores(rate_of_core * cores)
-        curves[f"loss/{precision}"] = _line(_CORE_KERNEL, 1 / (_LOGITS * cores))
-    curves["optimizer"] = _line(_CORE_KERNEL, 1 / (_UPDATES * cores))
+            curves[f"traffic/{precision}/{kind}"] = _build_core_traffic(rate_of_core * cores)
+        curves[f"loss/{precision}"] = _build_line(_CORE_KERNEL, 1 / (_LOGITS * cores))
+    curves["optimizer"] = _build_line(_CORE_KERNEL, 1 / (_UPDATES * cores))
     curves["data"] = Curve("batch", (), (2e-5, 2e-6, 2e-8))
     for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
-        times, messages = steps_of(kind, processes)
-        curves[f"collective/{kind}"] = _line(messages * _GLOO_MESSAGE, times / _GLOO_BYTES)
+        times, messages = count_ring_steps(kind, processes)
+        curves[f"collective/{kind}"] = _build_line(messages * _GLOO_MESSAGE, times / _GLOO_BYTES)
     in_step = {precision: InStep(host=_CPU_HOST) for precision in ("fp32", "bf16", "fp16")}
     between = Exchanged(waited=_CPU_WAIT)
     return ProcessRates(processes, max(1, int(cores)), curves, _CORE_KERNEL, in_step=in_step, exchange=between)
 
 
-def _traffic_of_cores(rate: float) -> Curve:
+def _build_core_traffic(rate: float) -> Curve:
     points = [(size, _CORE_KERNEL + size / rate) for size in (1e3, 1e5, 1e6, _CACHED)]
     points += [(4 * _CACHED * times, 4 * _CACHED * times / _FRESH_BYTES) for times in (1, 4)]
     return Curve("table", tuple(TimedSample((size,), seconds) for size, seconds in points))
@@ -362,7 +370,7 @@ def _add_attention(
         curves[f"attention/{precision}/{direction}{suffix}"] = Curve("table", samples)
 
 
-def steps_of(kind: str, ranks: int) -> tuple[float, float]:
+def count_ring_steps(kind: str, ranks: int) -> tuple[float, float]:
     """Return, for a ring of ``ranks``, how often the tensor's bytes pass each link, and the number of consecutive
     messages.
 
@@ -377,6 +385,6 @@ def steps_of(kind: str, ranks: int) -> tuple[float, float]:
     return (ranks - 1) / ranks, ranks - 1.0
 
 
-def _line(start: float, slope: float) -> Curve:
+def _build_line(start: float, slope: float) -> Curve:
     assert len(FORMS["amount"](0.0)) == 2
     return Curve("amount", (), (start, slope))

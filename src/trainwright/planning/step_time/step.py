@@ -17,13 +17,13 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from trainwright.machine.describe import Cluster
-from trainwright.parallel.constants import padded_size
-from trainwright.planning.memory.inventory import inventory
-from trainwright.planning.memory.matrices import exchanged_width
+from trainwright.parallel.constants import compute_padded_size
+from trainwright.planning.memory.inventory import build_inventory
+from trainwright.planning.memory.matrices import look_up_exchanged_width
 from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.step_time.update import Exchange, UnitWork, Update
 from trainwright.planning.step_time.work import LOSS, DeviceWork, Pricing
-from trainwright.planning.trace.traced import parameters_of
+from trainwright.planning.trace.traced import list_parameters
 from trainwright.planning.trace.units import BatchShape, PassTrace, TracedParameter, UnitTrace
 from trainwright.planning.workload import Choice, MixedPrecision, Workload
 from trainwright.recipe.registries import OPTIMIZERS
@@ -80,20 +80,20 @@ class StepTime:
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
 
-def step_time(workload: Workload, choice: Choice, cluster: Cluster, rates: Rates) -> StepTime:
+def estimate_step_time(workload: Workload, choice: Choice, cluster: Cluster, rates: Rates) -> StepTime:
     """Predict one step of ``workload`` with ``choice`` on ``cluster``."""
     return _Step(workload, choice, cluster, rates).time()
 
 
-def least_seconds(workload: Workload, processes: int, precision: MixedPrecision, rates: Rates) -> float:
+def compute_least_seconds(workload: Workload, processes: int, precision: MixedPrecision, rates: Rates) -> float:
     """Return a lower bound of the seconds of a step: all operations at the devices' peak rate.
 
     It is 0 if the peak is unknown, which includes rates measured at only a few sizes.
     """
     if rates.are_measured:
         return 0.0
-    peak = _nominal_peak(rates.cluster, processes, _peak_names(precision, workload))
-    return model_operations(workload) / peak if peak else 0.0
+    peak = _look_up_nominal_peak(rates.cluster, processes, _list_peak_names(precision, workload))
+    return count_model_operations(workload) / peak if peak else 0.0
 
 
 # Of an average of the weights, relative to AdamW, as the times of optimizers are.
@@ -108,23 +108,23 @@ class _Step:
         ranks_per_node = cluster.devices_per_node if self.on_gpu else -(-choice.num_processes // cluster.nodes)
         self.per_node = min(choice.num_processes, ranks_per_node)
         self.speeds = rates.setting(self.per_node, choice.threads)
-        batch = typical_batch(workload, choice)
+        batch = build_typical_batch(workload, choice)
         if not self.on_gpu and choice.width == 2:  # models/linear_losses.py
-            batch = replace(batch, length=padded_size(batch.length))
+            batch = replace(batch, length=compute_padded_size(batch.length))
         self.batch = batch
         self.trace = workload.trace(choice, cluster, batch)
-        self.parameters = inventory(self.trace, choice.width)
-        seen = _seen_pairs(workload) / seen_pairs(workload, None) if self.on_gpu and batch.packed else 1.0
+        self.parameters = build_inventory(self.trace, choice.width)
+        seen = _average_seen_pairs(workload) / count_seen_pairs(workload, None) if self.on_gpu and batch.packed else 1.0
         vocabulary, tf32 = workload.facts.vocabulary, workload.tf32
         self.pricing = Pricing(self.speeds, batch, choice.mixed_precision, self.on_gpu, vocabulary, tf32, seen)
 
     def time(self) -> StepTime:
         choice, passes_a_step = self.choice, self.choice.gradient_accumulation_steps
-        _, *blocks, _ = units = self.trace.in_order()
+        _, *blocks, _ = units = self.trace.list_units()
         plain = units
         if choice.activation_checkpointing != "none":
             without = replace(choice, activation_checkpointing="none")
-            plain = self.workload.trace(without, self.cluster, self.batch).in_order()
+            plain = self.workload.trace(without, self.cluster, self.batch).list_units()
         forward = [self._work(unit.forward, backward=False) for unit in blocks]
         backward = [self._work(unit.backward, backward=True) for unit in blocks]
         once = [self._work(unit.backward, backward=True) for unit in plain[1:-1]]
@@ -137,32 +137,32 @@ class _Step:
         update = self._update()
         computed = (passed + recomputed + ends + reference) * passes_a_step
         exchange = Exchange(
-            choice, self.rates, choice.width, self.per_node, self.speeds.overlap, self._matrices_of_a_block()
+            choice, self.rates, choice.width, self.per_node, self.speeds.overlap, self._count_block_matrices()
         )
         parts = {
             "matrix products": passes_a_step * passed.products,
             "attention": passes_a_step * passed.attention,
-            "memory-bound operations": passes_a_step * passed.traffic + update.keeping(),
+            "memory-bound operations": passes_a_step * passed.traffic + update.estimate_accumulation(),
             "recomputation": passes_a_step * recomputed.seconds,
             "loss and head": passes_a_step * ends.seconds,
             **({"reference": passes_a_step * reference.seconds} if self.trace.reference else {}),
             "optimizer": update.optimizer(),
-            "communication": exchange.exposed(self._units([embedding[0], *forward], [embedding[1], *backward]))
-            + exchange.of_updates(update.orthogonalized, exchanged_width(self.on_gpu)),
+            "communication": exchange.estimate_exposed(self._units([embedding[0], *forward], [embedding[1], *backward]))
+            + exchange.estimate_updates(update.orthogonalized, look_up_exchanged_width(self.on_gpu)),
             "offload": update.offload(
                 sum(size for unit in blocks for size in unit.forward.saved),
                 sum(work.seconds for work in forward),
                 sum(work.seconds for work in backward),
                 len(blocks),
             ),
-            "launches": self._launches(computed) if self.on_gpu else passes_a_step * passed.host,
-            "data": self._data(computed),
+            "launches": self._estimate_launches(computed) if self.on_gpu else passes_a_step * passed.host,
+            "data": self._estimate_data(computed),
         }
         peak, is_nominal = self._peak()
         return StepTime(
             parts=parts,
             tokens=self.workload.tokens,
-            operations=model_operations(self.workload),
+            operations=count_model_operations(self.workload),
             peak=peak,
             peak_is_nominal=is_nominal,
             watts=self.cluster.card.watts * (choice.num_processes if self.on_gpu else self.cluster.nodes),
@@ -173,15 +173,15 @@ class _Step:
 
         What was measured on a GPU, at the sizes of a quick measurement, is less than its peak, and is no share of it.
         """
-        names = _peak_names(self.choice.mixed_precision, self.workload)
-        nominal = _nominal_peak(self.cluster, self.choice.num_processes, names) if self.on_gpu else None
+        names = _list_peak_names(self.choice.mixed_precision, self.workload)
+        nominal = _look_up_nominal_peak(self.cluster, self.choice.num_processes, names) if self.on_gpu else None
         if nominal is not None:
             return nominal, True
         devices = self.choice.num_processes if self.on_gpu else self.cluster.nodes
         rates = (self.rates.peak(devices, name) for name in names)
         return next((rate for rate in rates if rate is not None), None), False
 
-    def _launches(self, computed: DeviceWork) -> float:
+    def _estimate_launches(self, computed: DeviceWork) -> float:
         """Return the seconds in which a GPU waits for Python."""
         return max(0.0, computed.launches * self.speeds.launch - computed.seconds)
 
@@ -201,7 +201,7 @@ class _Step:
         has_logits = any(operation.name == LOSS for operation in unit.forward.operations)
         logits = self.batch.targets * self.pricing.vocabulary if has_logits else 0
         loss = DeviceWork(loss=self.pricing.logits(logits)) if logits else DeviceWork()
-        return self.pricing.pass_and_back(unit) + loss
+        return self.pricing.price_unit(unit) + loss
 
     def _reference(self) -> DeviceWork:
         """Return the forward pass of the frozen model that runs in addition."""
@@ -218,9 +218,9 @@ class _Step:
             for count, before, after in zip(counts, forward, backward, strict=True)
         ]
 
-    def _matrices_of_a_block(self) -> int:
+    def _count_block_matrices(self) -> int:
         """Return the largest number of matrices of a block."""
-        units = self.trace.in_order()[1:-1]
+        units = self.trace.list_units()[1:-1]
         return max((sum(len(p.shape) > 1 for p in unit.parameters) for unit in units), default=1)
 
     def _update(self) -> Update:
@@ -240,7 +240,7 @@ class _Step:
             relative=relative + average * self.workload.averages + rounding * (not self.workload.master_weights),
         )
 
-    def _data(self, computed: DeviceWork) -> float:
+    def _estimate_data(self, computed: DeviceWork) -> float:
         """Return the seconds for preparing data; on a GPU only those of a step's first batch, as others overlap.
 
         Of texts that one is prepared while the GPU computes the step before.
@@ -251,12 +251,12 @@ class _Step:
         return max(0.0, seconds - computed.seconds) if self.on_gpu and self.workload.texts else seconds
 
 
-def _peak_names(precision: MixedPrecision, workload: Workload) -> tuple[str, ...]:
+def _list_peak_names(precision: MixedPrecision, workload: Workload) -> tuple[str, ...]:
     """Return the precisions whose peak rate applies, the first that a device has."""
     return ("tf32", *_PEAK["no"]) if workload.tf32 and precision == "no" else _PEAK[precision]
 
 
-def _nominal_peak(cluster: Cluster, processes: int, names: tuple[str, ...]) -> float | None:
+def _look_up_nominal_peak(cluster: Cluster, processes: int, names: tuple[str, ...]) -> float | None:
     """Return the FLOPs per second of all devices by their datasheet, in the first of these precisions it has."""
     rates = cluster.card.rates
     rate = next((rates[name] for name in names if name in rates), None)
@@ -264,7 +264,7 @@ def _nominal_peak(cluster: Cluster, processes: int, names: tuple[str, ...]) -> f
 
 
 @lru_cache(maxsize=8)
-def model_operations(workload: Workload) -> float:
+def count_model_operations(workload: Workload) -> float:
     """Return the FLOPs of a step that the model needs, on any hardware.
 
     A matrix takes 2 per element and token forward and 4 backward (2 if it is frozen); attention takes 12 per channel,
@@ -272,43 +272,43 @@ def model_operations(workload: Workload) -> float:
     """
     facts, tokens = workload.facts, workload.tokens
     targets = tokens * workload.target_fraction
-    (embedding, *blocks, head), last = parameters_of(workload.model), workload.model.last_block
+    (embedding, *blocks, head), last = list_parameters(workload.model), workload.model.last_block
     total = 0.0
     if last is None:
         table = embedding[:1] if facts.tied else ()
-        total += targets * sum(_operations(p) * p.numel for p in (*table, *head) if len(p.shape) > 1)
+        total += targets * sum(_count_operations(p) * p.numel for p in (*table, *head) if len(p.shape) > 1)
     blocks = blocks[: None if last is None else last + 1]
     active = facts.experts_per_token / facts.experts if facts.experts else 1.0
     for parameter in (parameter for block in blocks for parameter in block):
         if len(parameter.shape) > 1 and "original_module" not in parameter.name:
             share = active if _EXPERT.search(parameter.name) else 1.0
-            total += share * tokens * _operations(parameter) * parameter.numel
-    return total + 12 * len(blocks) * facts.heads * facts.head_dim * tokens * _seen_pairs(workload)
+            total += share * tokens * _count_operations(parameter) * parameter.numel
+    return total + 12 * len(blocks) * facts.heads * facts.head_dim * tokens * _average_seen_pairs(workload)
 
 
-def _seen_pairs(workload: Workload) -> float:
+def _average_seen_pairs(workload: Workload) -> float:
     """Return the mean number of positions that a token attends to, over all blocks."""
     facts = workload.facts
-    seen = (1 - facts.windowed) * seen_pairs(workload, None)
-    return seen + facts.windowed * seen_pairs(workload, facts.window) if facts.windowed else seen
+    seen = (1 - facts.windowed) * count_seen_pairs(workload, None)
+    return seen + facts.windowed * count_seen_pairs(workload, facts.window) if facts.windowed else seen
 
 
 _EXPERT = re.compile(r"(^|\.)experts\.")
 
 
-def _operations(parameter: TracedParameter) -> int:
+def _count_operations(parameter: TracedParameter) -> int:
     return 6 if parameter.trainable else 4
 
 
 _PLACES = 64  # micro-batches whose lengths are read
 
 
-def typical_batch(workload: Workload, choice: Choice) -> BatchShape:
+def build_typical_batch(workload: Workload, choice: Choice) -> BatchShape:
     """Return a micro-batch of mean size of the busiest process."""
     limit = choice.micro_batch_size * workload.row_tokens
     if workload.packed:
-        tokens = round(min(limit, _tokens_of_a_process(workload, choice) / choice.gradient_accumulation_steps))
-        sequences = _sequences(max(1, tokens), workload)
+        tokens = round(min(limit, _count_process_tokens(workload, choice) / choice.gradient_accumulation_steps))
+        sequences = _build_sequences(max(1, tokens), workload)
         return BatchShape(
             rows=1,
             length=max(1, tokens),
@@ -318,7 +318,7 @@ def typical_batch(workload: Workload, choice: Choice) -> BatchShape:
             masked=False,
         )
     rows = max(1, min(choice.micro_batch_size, math.ceil(workload.global_batch_rows / choice.num_processes)))
-    length = round(_padded(workload, rows))
+    length = round(_estimate_padded_length(workload, rows))
     return BatchShape(
         rows=rows,
         length=length,
@@ -329,14 +329,14 @@ def typical_batch(workload: Workload, choice: Choice) -> BatchShape:
     )
 
 
-def _tokens_of_a_process(workload: Workload, choice: Choice) -> float:
+def _count_process_tokens(workload: Workload, choice: Choice) -> float:
     """Return the tokens of the busiest process in a step: packs are not divided, and the last may be partly empty."""
     mean = workload.tokens / choice.num_processes
     packs = choice.gradient_accumulation_steps * choice.micro_batch_size
     return min(workload.tokens, max(mean, packs * workload.row_tokens))
 
 
-def _sequences(tokens: int, workload: Workload) -> tuple[tuple[int, int], ...]:
+def _build_sequences(tokens: int, workload: Workload) -> tuple[tuple[int, int], ...]:
     """Return sequences that fill ``tokens``: of the data's lengths where these are known, or else all of mean length.
 
     Attention takes a time per token that grows with the length of its sequence, so a few long ones take most of it.
@@ -347,19 +347,19 @@ def _sequences(tokens: int, workload: Workload) -> tuple[tuple[int, int], ...]:
     if not data_lengths or count < 2:
         return ((mean, count), (rest, 1)) if rest else ((mean, count),)
     edges = [place * len(data_lengths) / count for place in range(count + 1)]
-    typical = [_mean_between(data_lengths, begin, end) for begin, end in pairwise(edges)]
+    typical = [_average_between(data_lengths, begin, end) for begin, end in pairwise(edges)]
     scale = tokens / sum(typical)
     ends = [round(scale * end) for end in accumulate(typical, initial=0.0)]
     return tuple(Counter(end - begin for begin, end in pairwise(ends) if end > begin).items())
 
 
-def _mean_between(values: Sequence[float], begin: float, end: float) -> float:
+def _average_between(values: Sequence[float], begin: float, end: float) -> float:
     """Return the mean of a step function that has ``values[i]`` from i to i + 1."""
     parts = range(int(begin), min(len(values), math.ceil(end)))
     return sum(values[i] * (min(end, i + 1) - max(begin, i)) for i in parts) / (end - begin)
 
 
-def _padded(workload: Workload, rows: int) -> float:
+def _estimate_padded_length(workload: Workload, rows: int) -> float:
     """Return the mean length that rows are padded to: a micro-batch has rows of similar length, padded to the longest.
 
     If only the mean is known, lengths are assumed to be exponentially distributed; their order statistics are sums of 1
@@ -368,28 +368,28 @@ def _padded(workload: Workload, rows: int) -> float:
     total = max(rows, round(workload.global_batch_rows))
     firsts = range(0, total, rows)
     firsts = firsts if len(firsts) <= _PLACES else range(0, total, rows * -(-len(firsts) // _PLACES))
-    data_lengths = [workload.length_at(first) for first in firsts]
+    data_lengths = [workload.find_length(first) for first in firsts]
     if data_lengths[0] is not None:
         return sum(length or 0 for length in data_lengths) / len(data_lengths)
-    harmonic = _harmonic(total)
-    longest = [workload.mean_length * (harmonic - _harmonic(first)) for first in firsts]
+    harmonic = _sum_harmonic(total)
+    longest = [workload.mean_length * (harmonic - _sum_harmonic(first)) for first in firsts]
     return min(workload.row_tokens, max(workload.mean_length, sum(longest) / len(longest)))
 
 
-def _harmonic(count: int) -> float:
+def _sum_harmonic(count: int) -> float:
     """Return the sum of 1 / k up to ``count``."""
     return math.log(count) + 0.5772156649 + 1 / (2 * count) if count else 0.0
 
 
-def seen_pairs(workload: Workload, window: int | None) -> float:
+def count_seen_pairs(workload: Workload, window: int | None) -> float:
     """Return the mean number of positions that a token attends to, itself included, within its sequence or window."""
     if workload.lengths:
-        pairs = (length * _seen_by_each(length, window) for length in workload.lengths)
+        pairs = (length * _count_pairs_of_length(length, window) for length in workload.lengths)
         return sum(pairs) / sum(workload.lengths)
-    return _seen_by_each(workload.mean_length, window)
+    return _count_pairs_of_length(workload.mean_length, window)
 
 
-def _seen_by_each(length: float, window: int | None) -> float:
+def _count_pairs_of_length(length: float, window: int | None) -> float:
     if window is None or window >= length:
         return (length + 1) / 2
     return window * (1 - (window - 1) / (2 * length))

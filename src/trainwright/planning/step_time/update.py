@@ -13,11 +13,11 @@ from functools import cache
 from itertools import starmap
 
 from trainwright.parallel.constants import CACHED_ELEMENTS
-from trainwright.parallel.matrix_owners import ITERATIONS, assign, stacks
+from trainwright.parallel.matrix_owners import ITERATIONS, assign_matrices, group_into_stacks
 from trainwright.planning.step_time.rates import CollectiveKind, Group, Rates
 from trainwright.planning.step_time.work import Pricing
 from trainwright.planning.workload import Choice
-from trainwright.recipe.optimizer_spec import REFRESHED, preconditioned
+from trainwright.recipe.optimizer_spec import REFRESHED, list_preconditioned_sides
 
 _FP32 = 4
 LAUNCHES_OF_STACK = 22  # of kernels for matrices that Muon updates together, counted by bench/launches.py
@@ -62,36 +62,43 @@ class Update:
 
     def optimizer(self) -> float:
         """Return the seconds of a step from exchanged gradients to updated weights."""
-        norm = self._norm(self.owned)
+        norm = self._estimate_norm(self.owned)
         clip = self._traffic("elementwise", 2 * self.width_between_steps * self.owned)
         curve = self.pricing.speeds.curves["host_optimizer" if self._leaves_gpu else "optimizer"]
         update = self.relative * curve.seconds(self.owned)
-        return norm + clip + update + self._casts() + self._orthogonalizing() + self._preconditioning()
+        return (
+            norm
+            + clip
+            + update
+            + self._estimate_casts()
+            + self._estimate_orthogonalization()
+            + self._estimate_preconditioning()
+        )
 
-    def _orthogonalizing(self) -> float:
+    def _estimate_orthogonalization(self) -> float:
         """Return the seconds of Muon's products, on the rank with the most of them in each round."""
         shapes, ranks, on_gpu = self.orthogonalized, self.choice.num_processes, self.pricing.on_gpu
-        rounds = assign(shapes, ranks, on_gpu=on_gpu) if ranks > 1 else ((tuple(range(len(shapes))),),)
-        iterations, launching = cache(self._iterations), LAUNCHES_OF_STACK * self.pricing.speeds.launch
+        rounds = assign_matrices(shapes, ranks, on_gpu=on_gpu) if ranks > 1 else ((tuple(range(len(shapes))),),)
+        iterations, launching = cache(self._estimate_iterations), LAUNCHES_OF_STACK * self.pricing.speeds.launch
 
         def seconds(owned: tuple[int, ...]) -> float:
             mine = [shapes[index] for index in owned]
-            together = [(mine[indices[0]], len(indices)) for indices in stacks(mine, on_gpu=on_gpu)]
+            together = [(mine[indices[0]], len(indices)) for indices in group_into_stacks(mine, on_gpu=on_gpu)]
             return max(sum(starmap(iterations, together)), launching * len(together))
 
         return sum(max(map(seconds, owners)) for owners in rounds)
 
-    def _preconditioning(self) -> float:
+    def _estimate_preconditioning(self) -> float:
         """Return the seconds of SOAP's products in fp32, of which every process computes all."""
         curve, seconds = self.pricing.curve("product", "fp32", "forward"), 0.0
         for (rows, columns), count in Counter(self.bases).items():
             for side, other in ((rows, columns), (columns, rows)):
-                if preconditioned((side,)):
+                if list_preconditioned_sides((side,)):
                     each = _PRODUCTS_OF_BASIS * curve.seconds(side, side, side) / REFRESHED
                     seconds += count * (_PRODUCTS_OF_SIDE * curve.seconds(other, side, side) + each)
         return seconds
 
-    def _iterations(self, shape: tuple[int, int], together: int) -> float:
+    def _estimate_iterations(self, shape: tuple[int, int], together: int) -> float:
         """Return the seconds of Muon's products of matrices of a shape."""
         curve = self.pricing.curve("product", "bf16" if self.pricing.on_gpu else "fp32", "forward")
         low, high = sorted(shape)
@@ -99,7 +106,7 @@ class Update:
         once = curve.seconds(rows, low, high) + curve.seconds(rows, low, low) + curve.seconds(rows, high, low)
         return ITERATIONS * once
 
-    def keeping(self) -> float:
+    def estimate_accumulation(self) -> float:
         """Return the seconds of a step for accumulating gradients and copying them for the exchange."""
         choice, passes = self.choice, self.choice.gradient_accumulation_steps
         elements, width = self.trainable, self.width
@@ -117,7 +124,7 @@ class Update:
             return seconds
         if not choice.spec.shards_parameters:
             return passes * self._traffic("copy", (width + _FP32) * elements)
-        return passes * self._sharded_copies()
+        return passes * self._estimate_sharded_copies()
 
     def offload(self, activation_bytes: int, forward: float, backward: float, blocks: int) -> float:
         """Return the seconds that copies between the devices and the host's memory add to a step.
@@ -150,7 +157,7 @@ class Update:
     def _leaves_gpu(self) -> bool:
         return self.on_host and self.pricing.on_gpu
 
-    def _casts(self) -> float:
+    def _estimate_casts(self) -> float:
         """Return the seconds of casts between fp32 master weights and the computing weights, if a process has both."""
         spec = self.choice.spec
         if self.width == self.width_between_steps or not spec.separate_masters:
@@ -163,7 +170,7 @@ class Update:
             )  # of gradients
         return cast_seconds
 
-    def _norm(self, elements: float) -> float:
+    def _estimate_norm(self, elements: float) -> float:
         if self.pricing.on_gpu:
             return self._traffic("reduction", self.width_between_steps * elements)
         # In pieces that stay in the cache: copied, squared, summed.
@@ -172,7 +179,7 @@ class Update:
         piece += self.pricing.traffic("reduction", _FP32 * CACHED_ELEMENTS, "fp32")
         return piece * elements / CACHED_ELEMENTS
 
-    def _sharded_copies(self) -> float:
+    def _estimate_sharded_copies(self) -> float:
         """Return the seconds of copying gathered parameters and gradients, per micro-batch of FSDP and ZeRO-3."""
         choice, width = self.choice, self.width
         gathers = 2 if choice.reshard_after_forward else 1
@@ -227,7 +234,7 @@ class Exchange:
     hidden: float
     matrices: int
 
-    def exposed(self, units: Sequence[UnitWork]) -> float:
+    def estimate_exposed(self, units: Sequence[UnitWork]) -> float:
         """Return the seconds of a step in which a device waits for others. ``units``: that outside the blocks first."""
         choice = self.choice
         if choice.num_processes == 1:
@@ -247,10 +254,10 @@ class Exchange:
             return seconds
         sharded = self._sharded(units)
         if choice.replicate_size > 1:
-            sharded += self._over_replicas(units)
+            sharded += self._estimate_over_replicas(units)
         return seconds + sharded
 
-    def of_updates(self, matrices: tuple[tuple[int, int], ...], width: int) -> float:
+    def estimate_updates(self, matrices: tuple[tuple[int, int], ...], width: int) -> float:
         """Return the seconds of exchanging ``matrices`` and their updates, in elements of ``width`` bytes.
 
         See parallel/matrix_exchange.py.
@@ -259,11 +266,11 @@ class Exchange:
         if choice.num_processes == 1 or not matrices:
             return 0.0
         seconds = 0.0
-        for owners in assign(matrices, choice.num_processes, on_gpu=width < _FP32):
+        for owners in assign_matrices(matrices, choice.num_processes, on_gpu=width < _FP32):
             sizes = [width * sum(matrices[n][0] * matrices[n][1] for n in owned) for owned in owners]
             replicas = [sum(sizes[begin : begin + shards]) for begin in range(0, len(sizes), shards)]
             # In an all-to-all a rank sends each of the others its part; in an all-gather it passes all parts on.
-            seconds += 2 * self.rates.collective("all_gather", max(replicas) / shards, self._group(shards))
+            seconds += 2 * self.rates.collective("all_gather", max(replicas) / shards, self._build_group(shards))
             for size in replicas:
                 seconds += self.rates.collective("broadcast", size / shards, self._replicas())
         return seconds
@@ -276,9 +283,9 @@ class Exchange:
         return Group(-(-replicas // inside), inside)
 
     def _all(self, kind: CollectiveKind, size: float) -> float:
-        return self.rates.collective(kind, size, self._group(self.choice.num_processes))
+        return self.rates.collective(kind, size, self._build_group(self.choice.num_processes))
 
-    def _group(self, ranks: int) -> Group:
+    def _build_group(self, ranks: int) -> Group:
         """Return a group of ``ranks`` neighboring ranks."""
         inside = min(ranks, self.devices_per_node)
         return Group(-(-ranks // inside), inside)
@@ -297,7 +304,7 @@ class Exchange:
 
     def _sharded(self, units: Sequence[UnitWork]) -> float:
         choice = self.choice
-        group = self._group(choice.shards)
+        group = self._build_group(choice.shards)
         messages = self.matrices if choice.spec.hooks_modules else 1
 
         def gathered(unit: UnitWork) -> float:
@@ -320,7 +327,7 @@ class Exchange:
         """Return the exposed seconds of the forward pass: each unit is gathered while the previous one computes."""
         waiting = gathers[0]
         for before, gather in zip(units, gathers[1:], strict=False):
-            waiting += self._uncovered(gather, before.forward)
+            waiting += self._compute_uncovered(gather, before.forward)
         return waiting
 
     def _backward(self, units: Sequence[UnitWork], gathers: Sequence[float], scatters: Sequence[float]) -> float:
@@ -333,14 +340,14 @@ class Exchange:
         for index in range(last, 0, -1):
             gather = gathers[index - 1] if index > 1 else 0.0
             scatter = scatters[index + 1] if index < last else 0.0
-            waiting += self._uncovered(gather + scatter, units[index].backward)
-        return waiting + self._uncovered(scatters[1] if last else 0.0, units[0].backward)
+            waiting += self._compute_uncovered(gather + scatter, units[index].backward)
+        return waiting + self._compute_uncovered(scatters[1] if last else 0.0, units[0].backward)
 
-    def _uncovered(self, exchanging: float, computing: float) -> float:
+    def _compute_uncovered(self, exchanging: float, computing: float) -> float:
         """Return the seconds that communication adds to simultaneous computation."""
         return exchanging - self.hidden * min(exchanging, computing)
 
-    def _over_replicas(self, units: Sequence[UnitWork]) -> float:
+    def _estimate_over_replicas(self, units: Sequence[UnitWork]) -> float:
         """Return the exposed seconds of all-reducing gradient shards over replicas, after the last reduce-scatters."""
         sizes = [_FP32 * unit.trainable / self.choice.shards for unit in units]
         sums = [self.rates.collective("all_reduce", size, self._replicas()) for size in sizes]

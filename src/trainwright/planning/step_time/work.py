@@ -104,11 +104,13 @@ class Pricing:
         unfused = fusible = 0
         for operation in operations:
             if operation.kind == "product":
-                products += self._products(operation, backward)
+                products += self._estimate_products(operation, backward)
                 unfused += operation.launches
             elif operation.kind == "attention":
                 attention += (
-                    self.attended * operation.flops * self._seconds_per_operation(backward, operation.generation)
+                    self.attended
+                    * operation.flops
+                    * self._compute_seconds_per_operation(backward, operation.generation)
                 )
                 unfused += operation.launches
             elif operation.name == LOSS:
@@ -136,7 +138,7 @@ class Pricing:
             launches,
         )
 
-    def pass_and_back(self, unit: UnitTrace[int]) -> DeviceWork:
+    def price_unit(self, unit: UnitTrace[int]) -> DeviceWork:
         """Return the work of both directions of a unit."""
         backward_work = self.work(unit.backward.operations, backward=True)
         return self.work(unit.forward.operations, backward=False) + backward_work
@@ -162,15 +164,19 @@ class Pricing:
             precision = _INSTEAD[precision] if self.on_gpu else "fp32"
         return curve
 
-    def _products(self, operation: Operation[int], backward: bool) -> float:
+    def _estimate_products(self, operation: Operation[int], backward: bool) -> float:
         """Return the seconds of all launches, of which the sizes may be those of the largest only."""
         largest = 2 * operation.m * operation.n * operation.k * operation.times * operation.launches
-        return operation.launches * self._product(operation, backward) * min(1.0, operation.flops / max(1, largest))
+        return (
+            operation.launches
+            * self._estimate_product(operation, backward)
+            * min(1.0, operation.flops / max(1, largest))
+        )
 
-    def _product(self, operation: Operation[int], backward: bool) -> float:
+    def _estimate_product(self, operation: Operation[int], backward: bool) -> float:
         """Return the seconds of one launch."""
         curve = self.curve(
-            "product", self._names.get(operation.width, self.precision), self._layout(operation, backward)
+            "product", self._names.get(operation.width, self.precision), self._choose_layout(operation, backward)
         )
         if operation.times == 1 or not operation.name:  # those of a batch, such as of heads, fill a device together
             return curve.seconds(operation.times * operation.m, operation.n, operation.k)
@@ -178,7 +184,7 @@ class Pricing:
         once = curve.seconds(0, 0, 0)
         return once + operation.times * (curve.seconds(operation.m, operation.n, operation.k) - once)
 
-    def _layout(self, operation: Operation[int], backward: bool) -> ProductLayout:
+    def _choose_layout(self, operation: Operation[int], backward: bool) -> ProductLayout:
         """Return which operands are transposed: ``name`` is that of the parameter that a product reads, if any."""
         if operation.times > 1 and operation.name and f"product/{self.precision}/grouped" in self.speeds.curves:
             return "grouped"
@@ -187,14 +193,14 @@ class Pricing:
         # The gradient of what enters the head is computed in the forward pass, with that of the loss.
         return "input" if backward or operation.k == self.vocabulary else "forward"
 
-    def _seconds_per_operation(self, backward: bool, generation: int) -> float:
+    def _compute_seconds_per_operation(self, backward: bool, generation: int) -> float:
         """Return the seconds per operation of attention by a generation of FlashAttention."""
         key = backward, generation
         if key not in self._attention:
-            self._attention[key] = self._of_attention(backward, generation)
+            self._attention[key] = self._estimate_attention(backward, generation)
         return self._attention[key]
 
-    def _of_attention(self, backward: bool, generation: int) -> float:
+    def _estimate_attention(self, backward: bool, generation: int) -> float:
         """Compute the seconds: 2 products of the pairs forward and 5 backward, 2 operations per pair and channel."""
         direction, products = ("backward", 5) if backward else ("forward", 2)
         curve_name = f"{direction}{'' if generation == 2 else generation}"

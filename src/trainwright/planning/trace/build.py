@@ -20,23 +20,30 @@ from torch import nn
 
 from trainwright.data.stream.batch import Batch
 from trainwright.models.adapters.attaching import attach_without_weights
-from trainwright.models.adapters.files import fully_trained
+from trainwright.models.adapters.files import list_fully_trained
 from trainwright.models.attention.described import needs_of
 from trainwright.models.attention.kernels import AttentionNeeds, choose
-from trainwright.models.attention.packs import DTYPES, PackArguments, call_of, sequence_by_sequence, varlen
+from trainwright.models.attention.packs import DTYPES, PackArguments, attend_by_sequence, call_of, varlen
 from trainwright.models.attention.plain import are_equal
 from trainwright.models.causal_lm import CausalLM, RouterLoss, find_blocks
-from trainwright.models.configuration import config_of, layer_configs, making, register, set_dropout, without_ignored
+from trainwright.models.configuration import (
+    build_config,
+    convert_creation_errors,
+    drop_ignored,
+    list_layer_configs,
+    register,
+    set_dropout,
+)
 from trainwright.models.files import has_experts
 from trainwright.models.float8 import use_float8
 from trainwright.models.fused.choice import Kernels
-from trainwright.models.gpt.conversion import gpt_config
+from trainwright.models.gpt.conversion import convert_config
 from trainwright.models.low_rank import join_adapters
-from trainwright.models.quantization import quantize, quantized_parameters
+from trainwright.models.quantization import iterate_quantized_parameters, quantize
 from trainwright.models.recompute import save_activation_memory
-from trainwright.parallel.constants import padded_size
+from trainwright.parallel.constants import compute_padded_size
 from trainwright.planning.trace.request import Device, Regime, Rows, TracedModel, TraceRequest
-from trainwright.planning.trace.units import BASIS, BatchShape, LayerAttention, ModelFacts, basis
+from trainwright.planning.trace.units import BASIS, BatchShape, LayerAttention, ModelFacts, compute_basis
 from trainwright.recipe.sections.model import OWN, AdapterSection
 from trainwright.tasks.unlearn.module import UnlearnLM
 
@@ -50,8 +57,8 @@ class BatchSample:
     """The shape of a traced batch.
 
     ``lengths``: of its sequences, the longest last. ``chunk``, ``block``: rows of logits that the loss takes at a time;
-    ``chunks``, ``blocks``: how often it does. ``pads``: it pads them to a number of ``padded_size``. ``part``: tokens
-    that operations in blocks take at a time.
+    ``chunks``, ``blocks``: how often it does. ``pads``: it pads them to a number of ``compute_padded_size``. ``part``:
+    tokens that operations in blocks take at a time.
     """
 
     rows: Rows
@@ -70,18 +77,20 @@ class BatchSample:
         rows, length = (1, sum(self.lengths)) if packed else (len(self.lengths), max(self.lengths))
         sequences = tuple((length, 1) for length in self.lengths)
         shape = BatchShape(rows, length, sequences, self.targets, packed, self.rows == "masked")
-        values = dict(zip(BASIS, basis(shape, 1, 1, 1), strict=True))
+        values = dict(zip(BASIS, compute_basis(shape, 1, 1, 1), strict=True))
         values |= {"chunk": self.chunk, "chunks": 0, "block": self.block, "blocks": 0, "part": self.part}
         if self.rows != "packed":
             values |= {"second": 0, "second²": 0}
         if self.chunks == 1:
-            values |= {"chunk": 0, "targets": padded_size(self.targets) if self.pads else self.targets}
+            values |= {"chunk": 0, "targets": compute_padded_size(self.targets) if self.pads else self.targets}
         elif self.pads:
-            values["chunk"] = padded_size(self.chunk)
+            values["chunk"] = compute_padded_size(self.chunk)
         return tuple(values[name] for name in BASIS)
 
 
-def samples(rows: Rows, regime: Regime, scale: Fraction = Fraction(1), *, pads: bool = False) -> list[BatchSample]:
+def build_samples(
+    rows: Rows, regime: Regime, scale: Fraction = Fraction(1), *, pads: bool = False
+) -> list[BatchSample]:
     """Return the shapes to trace: different in all that sizes depend on, and nothing in them a multiple of another.
 
     Args:
@@ -89,7 +98,7 @@ def samples(rows: Rows, regime: Regime, scale: Fraction = Fraction(1), *, pads: 
         pads: the loss pads its rows, as usually has to be done.
     """
     return [
-        _sample(rows, tuple(int(length * scale) for length in lengths), regime, number, scale, pads)
+        _build_sample(rows, tuple(int(length * scale) for length in lengths), regime, number, scale, pads)
         for number, lengths in enumerate(_LENGTHS[rows == "packed", regime.long])
     ]
 
@@ -107,7 +116,7 @@ _TARGETS, _CHUNKED_TARGETS, _CHUNK, _BLOCK = (208, 352, 320), (304, 352, 400), (
 _PARTS = (40, 24, 88)
 
 
-def _sample(
+def _build_sample(
     rows: Rows, lengths: tuple[int, ...], regime: Regime, number: int, scale: Fraction, pads: bool
 ) -> BatchSample:
     tokens = sum(lengths)
@@ -129,14 +138,14 @@ class Built(NamedTuple):
     names: dict[nn.Parameter, str]
 
 
-def build(request: TraceRequest, regime: Regime, longest: int = 0) -> Built:
+def build_request_model(request: TraceRequest, regime: Regime, longest: int = 0) -> Built:
     """Return the model of a request as a run makes it: with its adapter, precision and recomputation.
 
     Args:
         longest: the length of the longest sequence that it runs on.
     """
     description = request.model
-    model = _model(description, (0, _WINDOW) if regime.windows else (longest + 1, 2**62))
+    model = _build_model(description, (0, _WINDOW) if regime.windows else (longest + 1, 2**62))
     if description.trainable is not None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(any(re.fullmatch(pattern, name) for pattern in description.trainable))
@@ -163,7 +172,7 @@ def build(request: TraceRequest, regime: Regime, longest: int = 0) -> Built:
             parameter.data = parameter.data.to(_DTYPES[request.dtype])
     use_float8(lm.blocks(), description.float8)
     if packed and request.device.is_gpu:
-        attend_as_on_gpu(lm, request.device)
+        use_gpu_attention(lm, request.device)
     if request.device.is_gpu or request.hooked:  # then a tied embedding's gradient is not added to the head's in place
         model.get_input_embeddings().register_forward_hook(lambda *_: None)
     blocks = lm.blocks()
@@ -190,7 +199,7 @@ class _OfAllRouters(RouterLoss):
         return super().sum([logits[number % len(logits)] for number in range(self.routers)], batch)
 
 
-def _model(description: TracedModel, windows: tuple[int, int] | None = None) -> Any:
+def _build_model(description: TracedModel, windows: tuple[int, int] | None = None) -> Any:
     """Return the model on the meta device in fp32, with its adapter. ``windows``: the least and the most that those of
     its configuration are changed to; some models have scores for each position of a window.
     """
@@ -198,18 +207,18 @@ def _model(description: TracedModel, windows: tuple[int, int] | None = None) -> 
     from transformers.initialization import no_init_weights
 
     given = json.loads(description.configuration)
-    fields = {key: value for key, value in without_ignored(given).items() if key != "source_sha256"}
+    fields = {key: value for key, value in drop_ignored(given).items() if key != "source_sha256"}
     if given.get("model_type") == OWN:
         fields["implementation"] = given["implementation"]
     kind = fields.pop("model_type")
     register(kind)
-    config = config_of(kind, fields, "model")
+    config = build_config(kind, fields, "model")
     if description.implementation == "gpt" and config.model_type != "gpt":
         register("gpt")
-        config = gpt_config(config)
+        config = convert_config(config)
     if description.dropout is not None:
         set_dropout(config, description.dropout)
-    for part in _parts(config):
+    for part in _list_parts(config):
         for name in _WINDOWS:
             own = getattr(part, name, None)
             if windows is not None and own and isinstance(own, int):
@@ -218,7 +227,7 @@ def _model(description: TracedModel, windows: tuple[int, int] | None = None) -> 
             part.pad_token_id = 0
     # Random numbers for nothing would take most of the time; code of a user's own may need what these functions return.
     own = config.model_type == OWN
-    with making(config), torch.device("meta"), nullcontext() if own else no_init_weights():
+    with convert_creation_errors(config), torch.device("meta"), nullcontext() if own else no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if not own:
         model.tie_weights()
@@ -227,7 +236,7 @@ def _model(description: TracedModel, windows: tuple[int, int] | None = None) -> 
         if section.quantization != "none":
             import bitsandbytes
 
-            double, keep = section.double_quantization, fully_trained(section)
+            double, keep = section.double_quantization, list_fully_trained(section)
             # Otherwise bitsandbytes would keep a table without data, and use it for other models.
             bitsandbytes.functional.name2qmap.setdefault("dynamic", bitsandbytes.functional.create_dynamic_map())
             quantize(model, section.quantization, double=double, keep=keep, experts=section.quantize_experts)
@@ -235,24 +244,24 @@ def _model(description: TracedModel, windows: tuple[int, int] | None = None) -> 
     return model
 
 
-def _parts(config: Any) -> list[Any]:
+def _list_parts(config: Any) -> list[Any]:
     text = config.get_text_config()
     return [config] if text is config else [config, text]
 
 
 @lru_cache(maxsize=8)
-def facts_of_model(model: TracedModel) -> ModelFacts:
+def read_model_facts(model: TracedModel) -> ModelFacts:
     """Return the facts of a model that do not depend on the device."""
-    made = _model(model)
+    made = _build_model(model)
     text = made.config.get_text_config()
     embedding, head = made.get_input_embeddings().weight, made.get_output_embeddings()
-    hidden, heads = embedding.shape[1], _number(text, "num_attention_heads")
-    experts = max((_number(text, name) for name in _EXPERTS), default=0)
-    chosen = _number(text, "num_experts_per_tok") if experts else 0
-    stands_for = {key: math.prod(shape) for key, (shape, *_) in quantized(made).items()}
+    hidden, heads = embedding.shape[1], _read_number(text, "num_attention_heads")
+    experts = max((_read_number(text, name) for name in _EXPERTS), default=0)
+    chosen = _read_number(text, "num_experts_per_tok") if experts else 0
+    stands_for = {key: math.prod(shape) for key, (shape, *_) in list_quantized(made).items()}
     numel = {name: stands_for.get(id(p), p.numel()) for name, p in made.named_parameters()}
     unused = sum(count for name, count in numel.items() if ".experts." in name) if chosen else 0
-    windows = [window for part in _parts(made.config) for name in _WINDOWS if (window := _number(part, name))]
+    windows = [window for part in _list_parts(made.config) for name in _WINDOWS if (window := _read_number(part, name))]
     kinds = getattr(text, "layer_types", None) or []
     of_windows = sum("full" not in kind for kind in kinds) / len(kinds) if kinds else 1.0
     return ModelFacts(
@@ -260,23 +269,23 @@ def facts_of_model(model: TracedModel) -> ModelFacts:
         layers=len(find_blocks(made)),
         hidden=hidden,
         heads=heads,
-        key_value_heads=_number(text, "num_key_value_heads") or heads,
-        head_dim=_number(text, "head_dim") or (hidden // heads if heads else 0),
-        intermediate=_number(text, "intermediate_size"),
+        key_value_heads=_read_number(text, "num_key_value_heads") or heads,
+        head_dim=_read_number(text, "head_dim") or (hidden // heads if heads else 0),
+        intermediate=_read_number(text, "intermediate_size"),
         vocabulary=embedding.shape[0],
-        positions=_number(text, "max_position_embeddings"),
+        positions=_read_number(text, "max_position_embeddings"),
         tied=head is not None and head.weight is embedding,
         total=sum(numel.values()),
         active=sum(numel.values()) - (unused - unused * chosen // experts if experts else 0),
         window=min(windows, default=0),
         windowed=of_windows if windows else 0.0,
-        attention=_attention(made),
+        attention=_list_attention(made),
         experts=experts,
         experts_per_token=chosen,
     )
 
 
-def _attention(model: Any) -> tuple[LayerAttention, ...]:
+def _list_attention(model: Any) -> tuple[LayerAttention, ...]:
     """Return the attention of each kind of layer; nothing of models without it."""
     if model.config.model_type == OWN:
         return ()
@@ -291,13 +300,13 @@ def _attention(model: Any) -> tuple[LayerAttention, ...]:
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def _number(config: Any, name: str) -> int:
+def _read_number(config: Any, name: str) -> int:
     """Return a number of a configuration, the largest of all layers if they differ; 0 if it has none."""
-    values = [getattr(layer, name, 0) for layer in layer_configs(config)]
+    values = [getattr(layer, name, 0) for layer in list_layer_configs(config)]
     return max(value if isinstance(value, int) else 0 for value in values)
 
 
-def batch_of(sample: BatchSample, vocabulary: int) -> Batch:
+def build_batch(sample: BatchSample, vocabulary: int) -> Batch:
     """Return a batch of this shape."""
     lengths = sample.lengths
     packed = sample.rows in ("packed", "equal")
@@ -306,7 +315,7 @@ def batch_of(sample: BatchSample, vocabulary: int) -> Batch:
         position_ids = torch.cat(positions)[None]
         boundaries = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     else:
-        position_ids = torch.stack([_filled(row, longest) for row in positions])
+        position_ids = torch.stack([_pad_row(row, longest) for row in positions])
         boundaries = None
     mask = None if packed else torch.stack([torch.arange(longest) < length for length in lengths])
     ids = torch.arange(position_ids.numel()).remainder(vocabulary).view(position_ids.shape)
@@ -325,39 +334,39 @@ def batch_of(sample: BatchSample, vocabulary: int) -> Batch:
         examples=tuple(range(len(lengths))),
         sequences=tuple(range(len(lengths))),
         roles=(0,) * len(lengths),
-        target_counts=_shares(sample.targets, len(lengths)),
+        target_counts=_divide_evenly(sample.targets, len(lengths)),
     )
 
 
-def _filled(row: torch.Tensor, length: int) -> torch.Tensor:
+def _pad_row(row: torch.Tensor, length: int) -> torch.Tensor:
     return torch.cat([row, row.new_zeros(length - len(row))])
 
 
-def _shares(total: int, parts: int) -> tuple[int, ...]:
+def _divide_evenly(total: int, parts: int) -> tuple[int, ...]:
     each: Sequence[int] = [total // parts] * (parts - 1)
     return (*each, total - sum(each))
 
 
-def quantized(model: nn.Module) -> dict[int, tuple[tuple[int, ...], int, int]]:
+def list_quantized(model: nn.Module) -> dict[int, tuple[tuple[int, ...], int, int]]:
     """Return of each quantized parameter, by its ``id``, the shape that it stands for, its bytes and its scales'."""
     return {
         id(bits): (weight_format.shape, bits.nbytes, sum(buffer.nbytes for buffer in weight_format.buffers()))
-        for bits, weight_format in quantized_parameters(model)
+        for bits, weight_format in iterate_quantized_parameters(model)
     }
 
 
 _NAME = "trainwright_traced"
 
 
-def attend_as_on_gpu(lm: CausalLM, device: Device) -> None:
+def use_gpu_attention(lm: CausalLM, device: Device) -> None:
     """Let the layers of a model that is trained on packs use the stand-ins."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(_NAME, partial(_attention_on_gpu, device=device))
+    ALL_ATTENTION_FUNCTIONS.register(_NAME, partial(_compute_gpu_attention, device=device))
     lm.model.set_attn_implementation(_NAME)
 
 
-def _attention_on_gpu(
+def _compute_gpu_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -384,11 +393,11 @@ def _attention_on_gpu(
         group = query.shape[1] // key.shape[1]
         call = call._replace(key=key.repeat_interleave(group, dim=1), value=value.repeat_interleave(group, dim=1))
     padded = call.padded(*kernel.widths(query.shape[-1], value.shape[-1]))
-    compute = varlen if kernel.memory == "flash" else sequence_by_sequence
+    compute = varlen if kernel.memory == "flash" else attend_by_sequence
     return call.cut(compute(padded, sequences)), None
 
 
-def workspace_on_gpu(func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
+def compute_gpu_workspace(func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
     """Return the bytes that a GPU's attention kernels have beside their results: queries' gradients in fp32."""
     name = func.overloadpacket.__name__
     if "backward" not in name or ("attention" not in name and "attn" not in name):
@@ -398,12 +407,12 @@ def workspace_on_gpu(func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
         tokens, heads, size = query.shape
         sums = 4 * heads * (tokens + 128 * _SEQUENCES)
         expanded = 2 * query.nbytes if key.shape[1] != heads else 0
-        return allocated_and_released(int(sums * (-(-size // 32) * 32 + 1) + expanded))
+        return list_temporary_changes(int(sums * (-(-size // 32) * 32 + 1) + expanded))
     rows = query.numel() // query.shape[-1]
-    return allocated_and_released(int(4 * rows * (1 if query.element_size() == 4 else 1 + query.shape[-1])))
+    return list_temporary_changes(int(4 * rows * (1 if query.element_size() == 4 else 1 + query.shape[-1])))
 
 
-def allocated_and_released(size: int) -> tuple[int, int]:
+def list_temporary_changes(size: int) -> tuple[int, int]:
     """Return the changes of the live bytes by memory that an operation has while it runs."""
     return size, -size
 
@@ -412,7 +421,7 @@ _SEQUENCES = 3  # of a traced pack
 
 
 @contextmanager
-def functions_as_on_gpu() -> Iterator[None]:
+def use_gpu_functions() -> Iterator[None]:
     """Let dropout be one operation that keeps a mask of bytes, and let attention be fused where a GPU's is.
 
     A GPU's fused attention keeps a seed for its dropout, and takes values that are narrower than keys; that of a CPU

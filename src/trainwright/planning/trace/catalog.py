@@ -26,14 +26,14 @@ class KnownModel:
     config: Mapping[str, Any] = field(hash=False)
 
 
-def known_model(name: str) -> KnownModel | None:
+def look_up_model(name: str) -> KnownModel | None:
     """Return the model with the id ``name``, with or without its organization, case-insensitive; None if unknown."""
-    return _by_id().get(name.strip().lower())
+    return _index_by_id().get(name.strip().lower())
 
 
-def known_models() -> list[str]:
+def list_models() -> list[str]:
     """Return the ids of all models, those that have the configuration of another one left out."""
-    return [entry["id"] for entry in _entries()]
+    return [entry["id"] for entry in _read_entries()]
 
 
 def find_model(name: str) -> KnownModel:
@@ -42,28 +42,28 @@ def find_model(name: str) -> KnownModel:
     Raises:
         RequestError: it is not in the catalog; the message names similar ids.
     """
-    if (model := known_model(name)) is not None:
+    if (model := look_up_model(name)) is not None:
         return model
-    near = nearest_models(name)
+    near = suggest_models(name)
     hint = f"did you mean {near}?" if near else "no similar name found."
     raise RequestError(
         f"{name}: no such model in the catalog; {hint} For other models, pass a directory with a config.json"
     )
 
 
-def nearest_models(name: str) -> str:
+def suggest_models(name: str) -> str:
     """Return up to three ids of the catalog similar to ``name``, as text; empty if none is."""
     query = name.strip().lower().rpartition("/")[2]
-    near = difflib.get_close_matches(query, [key for key in _by_id() if "/" not in key], n=8, cutoff=0.6)
-    ids = list(dict.fromkeys(_by_id()[key].id for key in near))[:3]
+    near = difflib.get_close_matches(query, [key for key in _index_by_id() if "/" not in key], n=8, cutoff=0.6)
+    ids = list(dict.fromkeys(_index_by_id()[key].id for key in near))[:3]
     return " or ".join([", ".join(ids[:-1]), ids[-1]] if ids[1:] else ids)
 
 
 @cache
-def _by_id() -> dict[str, KnownModel]:
+def _index_by_id() -> dict[str, KnownModel]:
     """Return the models by lower-case id, and by the name without organization; the first of equal names is used."""
     models: dict[str, KnownModel] = {}
-    for entry in _entries():
+    for entry in _read_entries():
         for full, differences in {entry["id"]: {}, **entry.get("also", {})}.items():
             model = KnownModel(full, {**entry["config"], **differences})
             models[full.lower()] = model
@@ -74,12 +74,12 @@ def _by_id() -> dict[str, KnownModel]:
 
 
 @cache
-def families() -> frozenset[str]:
+def list_families() -> frozenset[str]:
     """Return the model types of the catalog."""
-    return frozenset(entry["config"]["model_type"] for entry in _entries())
+    return frozenset(entry["config"]["model_type"] for entry in _read_entries())
 
 
 @cache
-def _entries() -> list[dict[str, Any]]:
+def _read_entries() -> list[dict[str, Any]]:
     content: list[dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))["models"]
     return content

@@ -73,11 +73,11 @@ class Fitter:
                 nearest, best = errors[number], np.zeros(self._shapes.shape[1])
                 best[columns[number]] = solutions[number] / largest[number]
             if nearest <= exact:
-                return _rounded(_in_basis(best))
-        return _in_basis(best)  # the nearest one, which extrapolates, as all its terms grow
+                return _round_values(_convert_to_basis(best))
+        return _convert_to_basis(best)  # the nearest one, which extrapolates, as all its terms grow
 
 
-def _in_basis(values: Values) -> Values:
+def _convert_to_basis(values: Values) -> Values:
     """Return coefficients of ``BASIS`` from those of it and of ``_OTHERS``."""
     return values[: len(BASIS)] + values[len(BASIS) :] @ _OTHERS
 
@@ -87,13 +87,13 @@ def _are_multiples(a: Values, b: Values) -> bool:
     return bool(len(ratios) and (a[b == 0] == 0).all() and np.allclose(ratios, ratios[0], rtol=1e-12))
 
 
-def _rounded(values: Values) -> Values:
+def _round_values(values: Values) -> Values:
     """Return values without the errors of solving, as most sizes are whole numbers of bytes."""
     rounded = values.round(6)
     return np.where(np.abs(rounded - values) < 1e-6 * np.maximum(1, np.abs(values)), rounded, values)
 
 
-def passes(segments: Sequence[Segment], fitter: Fitter, natural: Values) -> PassTrace[Size]:
+def fit_pass(segments: Sequence[Segment], fitter: Fitter, natural: Values) -> PassTrace[Size]:
     """Return the pass that the segments of several traces stand for.
 
     Args:
@@ -102,29 +102,29 @@ def passes(segments: Sequence[Segment], fitter: Fitter, natural: Values) -> Pass
     remaining = [list(segment.remaining.values()) for segment in segments]
     saved: list[Size] = []
     if segments[0].direction == "forward" and len({len(one) for one in remaining}) == 1:
-        saved = [_size(fitter(sizes)) for sizes in zip(*remaining, strict=True)]
+        saved = [_convert_size(fitter(sizes)) for sizes in zip(*remaining, strict=True)]
     return PassTrace(
-        tuple(_moments([segment.events for segment in segments], fitter, natural)),
-        tuple(_operations([segment.done for segment in segments], fitter)),
+        tuple(_fit_moments([segment.events for segment in segments], fitter, natural)),
+        tuple(_merge_operations([segment.done for segment in segments], fitter)),
         tuple(saved),
     )
 
 
-def _moments(events: Sequence[Sequence[MemoryEvent]], fitter: Fitter, natural: Values) -> list[Moment[Size]]:
+def _fit_moments(events: Sequence[Sequence[MemoryEvent]], fitter: Fitter, natural: Values) -> list[Moment[Size]]:
     moments: list[Moment[Size]] = []
     live = np.zeros(len(BASIS))
-    parts = [_until_gradients(one) for one in events]
+    parts = [_split_at_gradients(one) for one in events]
     names = [[gradient for _, gradient in one] for one in parts]
     if any(one != names[0] for one in names):  # in another order: all at the end
         parts, names = [[(list(one), "")] for one in events], [[""]]
     for number, name in enumerate(names[0]):
         lines = [one[number][0] for one in parts]
-        candidates, live = _line(lines, live, fitter)
-        moments.append(Moment(name, _largest(candidates, natural), _size(live)))
+        candidates, live = _fit_high_points(lines, live, fitter)
+        moments.append(Moment(name, _select_largest(candidates, natural), _convert_size(live)))
     return moments
 
 
-def _until_gradients(events: Sequence[MemoryEvent]) -> list[tuple[list[MemoryEvent], str]]:
+def _split_at_gradients(events: Sequence[MemoryEvent]) -> list[tuple[list[MemoryEvent], str]]:
     parts: list[tuple[list[MemoryEvent], str]] = []
     begun = 0
     for index, event in enumerate(events):
@@ -134,7 +134,9 @@ def _until_gradients(events: Sequence[MemoryEvent]) -> list[tuple[list[MemoryEve
     return [*parts, (list(events[begun:]), "")]
 
 
-def _line(lines: Sequence[Sequence[MemoryEvent]], live: Values, fitter: Fitter) -> tuple[list[Values], Values]:
+def _fit_high_points(
+    lines: Sequence[Sequence[MemoryEvent]], live: Values, fitter: Fitter
+) -> tuple[list[Values], Values]:
     """Return the live bytes at every high point, and at the end."""
     changes = [[event.size if event.kind == "allocated" else -event.size for event in line] for line in lines]
     kinds = [[event.kind for event in line] for line in lines]
@@ -155,7 +157,7 @@ def _line(lines: Sequence[Sequence[MemoryEvent]], live: Values, fitter: Fitter) 
     return [base, base + fitter([int(line.max()) for line in sums]), live], live
 
 
-def _largest(candidates: Sequence[Values], natural: Values) -> tuple[Size, ...]:
+def _select_largest(candidates: Sequence[Values], natural: Values) -> tuple[Size, ...]:
     """Return the candidates that are the largest for some batch."""
     unique = np.unique(np.array(candidates).round(6), axis=0)
     plain = unique @ natural
@@ -164,26 +166,26 @@ def _largest(candidates: Sequence[Values], natural: Values) -> tuple[Size, ...]:
         for index, one in enumerate(plain)
         if not any((other >= one).all() and (other > one).any() for other in plain)
     ]
-    return tuple(_size(unique[index]) for index in kept)
+    return tuple(_convert_size(unique[index]) for index in kept)
 
 
-def _size(values: Values) -> Size:
+def _convert_size(values: Values) -> Size:
     numbers = [int(value) if value == int(value) else float(value) for value in values.round(6)]
     while numbers and not numbers[-1]:
         numbers.pop()
     return tuple(numbers)
 
 
-def _operations(done: Sequence[Sequence[Done]], fitter: Fitter) -> list[Operation[Size]]:
+def _merge_operations(done: Sequence[Sequence[Done]], fitter: Fitter) -> list[Operation[Size]]:
     """Return equal operations merged. Those of a loop of the loss stand for all of its iterations."""
-    lines = [[one for one in line if _stands_for_others(one.scope)] for line in done]
+    lines = [[one for one in line if _is_representative(one.scope)] for line in done]
     labels = [[one[:5] for one in line] for line in lines]
     found: dict[tuple[Any, ...], list[Values]] = {}
     if all(line == labels[0] for line in labels):
         for same in zip(*lines, strict=True):
             sizes = [fitter(numbers) for numbers in zip(*(one.sizes for one in same), strict=True)]
-            each, totals = sizes[:4], _in_loops(same[0].scope, sizes[4:])
-            launches = _in_loops(same[0].scope, [_unit("1")])[0]
+            each, totals = sizes[:4], _sum_loop(same[0].scope, sizes[4:])
+            launches = _sum_loop(same[0].scope, [_build_unit_vector("1")])[0]
             key = (*same[0][:2], *same[0][3:5], *(tuple(size) for size in each), same[0].scope)
             _add(found, key, each, [launches, *totals])
     else:
@@ -196,7 +198,7 @@ def _operations(done: Sequence[Sequence[Done]], fitter: Fitter) -> list[Operatio
             _add(found, (*label[:2], *label[3:5], label[2]), largest, [launches, *sums])
     made: list[Operation[Size]] = []
     for key, sums in found.items():
-        m, n, k, times, count, flops, read, written = map(_size, sums)
+        m, n, k, times, count, flops, read, written = map(_convert_size, sums)
         made.append(Operation(key[0], key[1], count, m, n, k, times, flops, read, written, key[2], key[3]))
     return made
 
@@ -210,17 +212,17 @@ def _add(
         found[key] = [*each, *totals]
 
 
-def _stands_for_others(scope: str) -> bool:
+def _is_representative(scope: str) -> bool:
     """Return whether an operation is in the first three iterations of chunks, and in a chunk's first block."""
     return not scope or scope in ("chunk0", "chunk1", "chunk2", "chunk0block0")
 
 
-def _in_loops(scope: str, sizes: Sequence[Values]) -> list[Values]:
+def _sum_loop(scope: str, sizes: Sequence[Values]) -> list[Values]:
     """Return sums over the iterations of a loop, of sizes in one iteration."""
-    return [_summed(scope, size) for size in sizes]
+    return [_sum_iterations(scope, size) for size in sizes]
 
 
-def _summed(scope: str, size: Values) -> Values:
+def _sum_iterations(scope: str, size: Values) -> Values:
     if scope in ("", "chunk0", "chunk1"):
         return size
     result = size.copy()
@@ -236,13 +238,13 @@ def _summed(scope: str, size: Values) -> Values:
     return result
 
 
-def _unit(name: str) -> Values:
+def _build_unit_vector(name: str) -> Values:
     values = np.zeros(len(BASIS))
     values[_INDEX[name]] = 1
     return values
 
 
-def natural_terms(packed: bool) -> Values:
+def build_natural_terms(packed: bool) -> Values:
     """Return the map of coefficients to those of terms that are never negative and independent of each other.
 
     A pack has its longest sequence, the second longest and the others, instead of all of its tokens and pairs.

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from trainwright.models.attention.plain import backward_from, flash_forward
 from trainwright.parallel.constants import BF16_FROM_LENGTH
 from trainwright.planning.trace.units import FUSED, OperationKind
-from trainwright.planning.trace.values import compute, operands
+from trainwright.planning.trace.values import compute_result, list_operands
 
 Direction = Literal["forward", "backward", "evaluation"]
 EMBEDDING = -1  # the unit before block 0; the head is the number of blocks
@@ -116,17 +116,17 @@ class Recorder(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
         kwargs = kwargs or {}
-        inputs = operands(args, kwargs)
-        if self._adds_to_gradient(func, args) or self._fills_zeros(func, args):
+        inputs = list_operands(args, kwargs)
+        if self._is_gradient_addition(func, args) or self._is_zero_fill(func, args):
             out = args[0]
         elif (of_ours := _OF_OURS.get(func)) is not None:
             out = self._inside(of_ours, args)
         else:
-            out = compute(func, args, kwargs, inputs)
+            out = compute_result(func, args, kwargs, inputs)
         if self._next is not None:
             self.segments.append(self._next)
             self._next = None
-        segment, results = self.segments[-1], operands((out,), {})
+        segment, results = self.segments[-1], list_operands((out,), {})
         for tensor in results:
             self._note(tensor.untyped_storage(), segment)
         if func.is_view or not results:
@@ -139,7 +139,7 @@ class Recorder(TorchDispatchMode):
         if segment.unit == EMBEDDING:
             self.used |= {id(parameter): parameter for parameter in parameters}
         name = self._names[parameters[0]] if parameters else ""
-        segment.done.append(_described(func, args, kwargs, inputs, results, name, self._scope))
+        segment.done.append(_describe_operation(func, args, kwargs, inputs, results, name, self._scope))
         extra = self._workspace(func, args, kwargs)
         segment.events += (MemoryEvent("allocated" if size > 0 else "released", abs(size)) for size in extra if size)
         return out
@@ -161,7 +161,7 @@ class Recorder(TorchDispatchMode):
         del self.segments[-1].done[done:]
         return out
 
-    def _adds_to_gradient(self, func: Any, args: Any) -> bool:
+    def _is_gradient_addition(self, func: Any, args: Any) -> bool:
         """Return whether autograd adds gradients of one tensor: into the first one, if it is a tensor with data."""
         if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled() or not self.segments:
             return False
@@ -173,7 +173,7 @@ class Recorder(TorchDispatchMode):
         storage = first.untyped_storage()
         return id(storage) in self._of_backward and storage.nbytes() == first.numel() * first.element_size()
 
-    def _fills_zeros(self, func: Any, args: Any) -> bool:
+    def _is_zero_fill(self, func: Any, args: Any) -> bool:
         """Return whether a formula of autograd writes into zeros that it made: with fake tensors it makes a copy
         (areAnyTensorSubclassLike in torch/csrc/autograd/FunctionsManual.cpp).
         """
@@ -231,7 +231,9 @@ _COPIES = {
 _COPIES |= {"constant_pad_nd", "select_scatter", "index_put", "index_put_", "repeat", "embedding_dense_backward"}
 
 
-def _described(func: Any, args: Any, kwargs: Any, inputs: list[Any], results: list[Any], name: str, scope: str) -> Done:
+def _describe_operation(
+    func: Any, args: Any, kwargs: Any, inputs: list[Any], results: list[Any], name: str, scope: str
+) -> Done:
     packet = func.overloadpacket
     operator = packet.__name__
     width: float = results[0].element_size()
@@ -246,7 +248,7 @@ def _described(func: Any, args: Any, kwargs: Any, inputs: list[Any], results: li
     m = n = k = times = flops = 0
     kind: OperationKind = "elementwise"
     if "attention" in operator or "attn" in operator or "flash" in operator:
-        kind, flops = "attention", _attention_flops(operator, args, kwargs)
+        kind, flops = "attention", _count_attention_flops(operator, args, kwargs)
         generation = 3 if "flash_attn_3" in str(packet) else 2
     elif operator in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "_scaled_mm_v2", "block_product"):
         kind, (a, b) = "product", args[1:3] if "add" in operator else args[:2]
@@ -258,7 +260,7 @@ def _described(func: Any, args: Any, kwargs: Any, inputs: list[Any], results: li
         flops = 2 * m * n * k * times
     elif "grouped_mm" in operator:
         kind, name = "product", name or "experts"
-        times, m, n, k, flops = _grouped(args, results[0])
+        times, m, n, k, flops = _count_grouped_products(args, results[0])
     elif packet in flop_registry:  # convolutions
         kind, flops = "product", int(flop_registry[packet](*args, **kwargs, out_val=tuple(results)))
         m, n, k, times = results[0].numel(), 1, flops // max(1, 2 * results[0].numel()), 1
@@ -276,7 +278,7 @@ def _described(func: Any, args: Any, kwargs: Any, inputs: list[Any], results: li
     return Done(kind, name, scope, width, generation, (m, n, k, times, flops, read, written))
 
 
-def _attention_flops(operator: str, args: Any, kwargs: Any) -> int:
+def _count_attention_flops(operator: str, args: Any, kwargs: Any) -> int:
     """Return the FLOPs of attention: two products of queries, keys and values forward and five backward."""
     back = "backward" in operator
     q, k, v = args[1:4] if back else args[:3]
@@ -292,7 +294,7 @@ def _attention_flops(operator: str, args: Any, kwargs: Any) -> int:
     return int(2 * math.prod(q.shape[:-2]) * pairs * channels)
 
 
-def _grouped(args: Any, result: Any) -> tuple[int, int, int, int, int]:
+def _count_grouped_products(args: Any, result: Any) -> tuple[int, int, int, int, int]:
     """Return how many products a grouped product is, the sizes of one, and the FLOPs of all."""
     a, b, *rest = args
     groups = a.shape[0] if a.dim() == 3 else b.shape[0] if b.dim() == 3 else rest[0].numel()

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from trainwright.machine.processor import has_amx
 from trainwright.machine.vendors import VENDORS, Vendor
-from trainwright.models.attention.kernels import ASSUMED, CPU, Dtype, Platform, missing_kernels
+from trainwright.models.attention.kernels import ASSUMED, CPU, Dtype, Platform, list_missing_kernels
 from trainwright.models.fused.choice import Kernels, is_fused
 from trainwright.planning.trace.units import BatchShape
-from trainwright.recipe.modalities import text_part
+from trainwright.recipe.modalities import select_text_config
 
 if TYPE_CHECKING:
     from trainwright.machine.describe import Cluster
@@ -98,10 +98,12 @@ class TracedModel:
     @classmethod
     def of(cls, configuration: Mapping[str, Any], recipe: RecipeSchema | None = None) -> TracedModel:
         """Return the model of a recipe with a configuration; without a recipe, one that is trained in full."""
-        text = canonical(text_part(configuration))  # of several modalities, the language model is trained
+        text = format_canonical(
+            select_text_config(configuration)
+        )  # of several modalities, the language model is trained
         if recipe is None:
             return cls(text)
-        needs, adapter = recipe.spec.needs(recipe), _adapter_text(recipe.model.adapter)
+        needs, adapter = recipe.spec.needs(recipe), _format_adapter(recipe.model.adapter)
         reference: dict[str, Any] = {}
         if needs.reference is not None and (needs.reference.every_step or needs.reference.own_weights):
             kind = "copied" if needs.reference.own_weights or not adapter else "switched_off"
@@ -123,9 +125,9 @@ class TracedModel:
             float8=recipe.train.float8,
         )
 
-    def adapted(self, section: AdapterSection) -> TracedModel:
+    def add_adapter(self, section: AdapterSection) -> TracedModel:
         """Return the same model with an adapter."""
-        return replace(self, adapter=_adapter_text(section))
+        return replace(self, adapter=_format_adapter(section))
 
     @property
     def adapter_section(self) -> Mapping[str, Any]:
@@ -148,7 +150,7 @@ _OF_ADAPTER = {"type", "rank", "dropout", "targets", "modules_to_save", "quantiz
 _OF_ADAPTER |= {"start_from", "stack"}
 
 
-def _adapter_text(section: AdapterSection) -> str:
+def _format_adapter(section: AdapterSection) -> str:
     if section.type == "none":
         return ""
     values = section.model_dump(include=_OF_ADAPTER)
@@ -164,7 +166,7 @@ def _adapter_text(section: AdapterSection) -> str:
         values["quantize_experts"] = True
     if section.target_parameters:
         values["target_parameters"] = section.target_parameters
-    return canonical(values)
+    return format_canonical(values)
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ class TraceRequest:
             model,
             device,
             device.dtype(width),
-            rows_of(batch),
+            choose_row_kind(batch),
             recompute or choice.activation_checkpointing,
             choice.spec.hooks_modules,
         )
@@ -215,7 +217,7 @@ class Regime(NamedTuple):
     every: bool = False
 
 
-def rows_of(batch: BatchShape) -> Rows:
+def choose_row_kind(batch: BatchShape) -> Rows:
     """Return the kind of rows of a batch."""
     if not batch.packed:
         return "masked" if batch.masked else "plain"
@@ -223,7 +225,7 @@ def rows_of(batch: BatchShape) -> Rows:
     return "equal" if len(lengths) == 1 and sum(count for _, count in batch.sequences) > 1 else "packed"
 
 
-def device_of(
+def build_device(
     cluster: Cluster, choice: Choice, attention: str, *, deterministic: bool, kernels: Kernels = "auto"
 ) -> Device:
     """Return the device that a process of ``choice`` computes on. ``attention``, ``kernels``: of the recipe's model."""
@@ -231,12 +233,12 @@ def device_of(
         fused = kernels == "auto" and not choice.compile
         return Device("cpu", attention=attention, fused=fused, amx=has_amx(cluster.card))
     vendor: Vendor = VENDORS[cluster.card.vendor].name
-    missing = missing_kernels() if cluster.is_here else ASSUMED.missing
+    missing = list_missing_kernels() if cluster.is_here else ASSUMED.missing
     platform = Platform(vendor, cluster.card.capability, missing, attention)
     half: Literal["bf16", "fp16"] = "fp16" if choice.mixed_precision == "fp16" else "bf16"
     return Device("cuda", platform, half, deterministic, fused=is_fused(kernels))
 
 
-def canonical(values: Mapping[str, Any]) -> str:
+def format_canonical(values: Mapping[str, Any]) -> str:
     """Return values as JSON that is equal for equal values."""
     return json.dumps(values, sort_keys=True, separators=(",", ":"), default=str)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile
 
-from trainwright.machine.cache import cache_root, try_write
+from trainwright.machine.cache import find_cache_root, try_write
 from trainwright.planning.trace.units import (
     LayerAttention,
     ModelFacts,
@@ -41,13 +41,13 @@ _VERSIONS = "versions.json"  # in the archive: those of the libraries that were 
 _TABLES = "tables"  # in the archive: those of all traces of a model, most of whose parts are alike
 
 
-def key_of(what: Any) -> str:
+def hash_key(what: Any) -> str:
     """Return the name of a stored value that depends on ``what``."""
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
 @cache
-def versions() -> dict[str, str]:
+def read_versions() -> dict[str, str]:
     """Return the versions of what is traced: of the libraries that are installed, as PEFT need not be."""
     libraries = {}
     for name in ("torch", "transformers", "peft"):
@@ -57,7 +57,7 @@ def versions() -> dict[str, str]:
 
 
 @cache
-def _code() -> str:
+def _hash_code() -> str:
     """Return a hash of the code that a trace runs: another version of it makes other traces."""
     root, digest = Path(__file__).parents[2], hashlib.sha256()
     for path in (root / name for name in _CODE):
@@ -66,71 +66,72 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def read(key: str, configuration: str = "") -> Any:
+def read_value(key: str, configuration: str = "") -> Any:
     """Return a stored value; None if there is none. ``configuration``: of the model that it is of."""
-    name = name_of(configuration)
-    if name in (_shipped() or ()) and key in (traces := _of_model(name)):
+    name = name_model(configuration)
+    if name in (_list_archived() or ()) and key in (traces := _read_archived_model(name)):
         return traces[key]
     try:
-        return json.loads(_file(key).read_text(encoding="utf-8"))
+        return json.loads(_locate_trace(key).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 
 
-def write(key: str, value: Any) -> None:
+def write_value(key: str, value: Any) -> None:
     """Keep a value in the cache, if it can be written."""
-    try_write(_file(key), json.dumps(value, separators=(",", ":")))
+    try_write(_locate_trace(key), json.dumps(value, separators=(",", ":")))
 
 
-def ship(file: Path, models: Mapping[str, Mapping[str, Any]]) -> None:
+def write_archive(file: Path, models: Mapping[str, Mapping[str, Any]]) -> None:
     """Write an archive of traces, as ``as_json`` gives them, by the name of their model."""
     written = file.with_suffix(".new")  # others may read the archive
     with ZipFile(written, "w", ZIP_DEFLATED, compresslevel=9) as archive:
-        archive.writestr(_VERSIONS, json.dumps(versions()))
+        archive.writestr(_VERSIONS, json.dumps(read_versions()))
         for name, of_model in models.items():
             tables = _Tables()
-            values = {key: _in_tables(from_json(trace), tables) for key, trace in of_model.items()}
+            values = {key: _convert_trace(from_json(trace), tables) for key, trace in of_model.items()}
             values[_TABLES] = tables.as_json()
             archive.writestr(name, json.dumps(values, separators=(",", ":")))
     written.replace(file)
-    for cached in (_opened, _shipped, _of_model):
+    for cached in (_open_archive, _list_archived, _read_archived_model):
         cached.cache_clear()
 
 
-def shipped() -> dict[str, dict[str, Any]]:
-    """Return the traces in the archive as ``ship`` takes them, if they are of these versions of the libraries."""
-    return {name: dict(_of_model(name)) for name in _shipped() or () if name != _VERSIONS}
+def read_archive() -> dict[str, dict[str, Any]]:
+    """Return the traces in the archive as ``write_archive`` takes them, if they are of these versions of the "
+    "libraries."""
+    return {name: dict(_read_archived_model(name)) for name in _list_archived() or () if name != _VERSIONS}
 
 
-def name_of(configuration: str) -> str:
+def name_model(configuration: str) -> str:
     """Return the name of a model in the archive."""
-    return key_of(["model", configuration])
+    return hash_key(["model", configuration])
 
 
 @lru_cache(maxsize=8)
-def _of_model(name: str) -> Mapping[str, Any]:
-    values: dict[str, Any] = json.loads(_opened().read(name))
+def _read_archived_model(name: str) -> Mapping[str, Any]:
+    values: dict[str, Any] = json.loads(_open_archive().read(name))
     tables = values.pop(_TABLES)
     return {key: value | tables for key, value in values.items()}
 
 
-def _file(key: str) -> Path:
-    return cache_root() / "traces" / f"{key_of([key, versions(), _code()])}.json"
+def _locate_trace(key: str) -> Path:
+    return find_cache_root() / "traces" / f"{hash_key([key, read_versions(), _hash_code()])}.json"
 
 
 @cache
-def _opened() -> ZipFile:
+def _open_archive() -> ZipFile:
     return ZipFile(SHIPPED)
 
 
 @cache
-def _shipped() -> frozenset[str] | None:
+def _list_archived() -> frozenset[str] | None:
     """Return the names in the shipped archive; None if it is of other versions of the libraries."""
     if not SHIPPED.is_file():
         return None
-    if not versions().items() <= json.loads(_opened().read(_VERSIONS)).items():
+    if not read_versions().items() <= json.loads(_open_archive().read(_VERSIONS)).items():
         return None
-    return frozenset(_opened().namelist())
+    return frozenset(_open_archive().namelist())
 
 
 class _Tables:
@@ -155,21 +156,21 @@ class _Tables:
         return {name: [*getattr(self, name)] for name in ("sizes", "operations", "parts")}
 
 
-def as_json(trace: ModelTrace[Size]) -> dict[str, Any]:
+def to_json(trace: ModelTrace[Size]) -> dict[str, Any]:
     """Return a trace as plain values."""
     tables = _Tables()
-    return _in_tables(trace, tables) | tables.as_json()
+    return _convert_trace(trace, tables) | tables.as_json()
 
 
-def _in_tables(trace: ModelTrace[Size], tables: _Tables) -> dict[str, Any]:
+def _convert_trace(trace: ModelTrace[Size], tables: _Tables) -> dict[str, Any]:
     units = [
         [tables.parts.setdefault(unit.parameters, len(tables.parts)), *map(tables.part, unit[1:])]
         for unit in trace.units
     ]
     defaults = {f.name: f.default for f in dataclasses.fields(trace.facts)}
     facts = {name: value for name, value in dataclasses.asdict(trace.facts).items() if value != defaults[name]}
-    values = {"facts": facts, "units": units, "order": _runs(trace.order)}
-    return values | {"reference": _runs(trace.reference), "copied": trace.reference_copied}
+    values = {"facts": facts, "units": units, "order": _encode_runs(trace.order)}
+    return values | {"reference": _encode_runs(trace.reference), "copied": trace.reference_copied}
 
 
 def from_json(values: Mapping[str, Any], generation: int = 2) -> ModelTrace[Size]:
@@ -198,13 +199,13 @@ def from_json(values: Mapping[str, Any], generation: int = 2) -> ModelTrace[Size
         )
         for parameters, *passes in values["units"]
     )
-    order, reference = (tuple(_unrolled(values[name])) for name in ("order", "reference"))
+    order, reference = (tuple(_decode_runs(values[name])) for name in ("order", "reference"))
     attention = tuple(LayerAttention(*layer) for layer in values["facts"].get("attention", ()))
     facts = ModelFacts(**{**values["facts"], "attention": attention})
     return ModelTrace(units, order, facts, reference, values["copied"])
 
 
-def _runs(numbers: Iterable[int]) -> list[list[int]]:
+def _encode_runs(numbers: Iterable[int]) -> list[list[int]]:
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][0] == number:
@@ -214,5 +215,5 @@ def _runs(numbers: Iterable[int]) -> list[list[int]]:
     return runs
 
 
-def _unrolled(runs: Iterable[list[int]]) -> Iterable[int]:
+def _decode_runs(runs: Iterable[list[int]]) -> Iterable[int]:
     return (number for number, count in runs for _ in range(count))

@@ -22,27 +22,37 @@ from trainwright.models.attention.kernels import (
 from trainwright.parallel.constants import BF16_FROM_LENGTH, BLOCK_BYTES, CHUNK_BYTES, FUSED_CHUNK_BYTES
 from trainwright.planning.trace import store
 from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
-from trainwright.planning.trace.units import BatchShape, ModelFacts, ModelTrace, Size, SizedModel, TracedParameter, at
+from trainwright.planning.trace.units import (
+    BatchShape,
+    ModelFacts,
+    ModelTrace,
+    Size,
+    SizedModel,
+    TracedParameter,
+    evaluate_trace,
+)
 
 
-def sized(request: TraceRequest, batch: BatchShape, threads: int = 1) -> SizedModel:
+def size_model(request: TraceRequest, batch: BatchShape, threads: int = 1) -> SizedModel:
     """Return what passes over a batch allocate and compute. ``threads``: of a process on a CPU."""
-    facts = facts_of(request)
-    chunk, _ = facts.rows_of_logits(batch.targets)
+    facts = build_request_facts(request)
+    chunk, _ = facts.compute_logit_rows(batch.targets)
     regime = Regime(
         windows=0 < facts.window < batch.longest,
-        long=not backward_in_fp32(request, batch),
+        long=not needs_fp32_backward(request, batch),
         chunked=batch.targets > chunk or request.device.fuses_loss,  # which compute one chunk as the first of several
         every=batch.targets >= batch.tokens,
     )
     if isinstance(request.recompute, int) and request.recompute > 1:
         none, full = (dataclasses.replace(request, recompute=how) for how in ("none", "full"))
-        return at(_every(request.recompute, traced(none, regime), traced(full, regime)), batch, threads)
-    return at(traced(request, regime), batch, threads)
+        return evaluate_trace(
+            _build_recomputed(request.recompute, load_trace(none, regime), load_trace(full, regime)), batch, threads
+        )
+    return evaluate_trace(load_trace(request, regime), batch, threads)
 
 
 @lru_cache(maxsize=64)
-def _every(number: int, none: ModelTrace[Size], full: ModelTrace[Size]) -> ModelTrace[Size]:
+def _build_recomputed(number: int, none: ModelTrace[Size], full: ModelTrace[Size]) -> ModelTrace[Size]:
     """Return the trace of a model of which every block of this number is recomputed."""
     last, begin = len(none.order) - 1, len(none.units)
     order = (
@@ -52,7 +62,7 @@ def _every(number: int, none: ModelTrace[Size], full: ModelTrace[Size]) -> Model
     return dataclasses.replace(none, units=(*none.units, *full.units), order=tuple(order))
 
 
-def backward_in_fp32(request: TraceRequest, batch: BatchShape) -> bool:
+def needs_fp32_backward(request: TraceRequest, batch: BatchShape) -> bool:
     """Return whether a CPU converts the attention of packs in bf16 to fp32 in the backward pass."""
     if request.rows not in ("packed", "equal") or request.device.is_gpu or request.width != 2:
         return False
@@ -63,21 +73,21 @@ _USUAL = Regime()
 
 
 @lru_cache(maxsize=256)
-def traced(request: TraceRequest, regime: Regime = _USUAL) -> ModelTrace[Size]:
+def load_trace(request: TraceRequest, regime: Regime = _USUAL) -> ModelTrace[Size]:
     """Return the trace of a request in a regime."""
-    generation = max((kernel.generation for kernel in _kernels(request, request.device, 2**62)), default=2)
-    trace = _stored(traced_as(request, regime), regime, generation)
+    generation = max((kernel.generation for kernel in _choose_kernels(request, request.device, 2**62)), default=2)
+    trace = _load_stored_trace(normalize_request(request, regime), regime, generation)
     units = trace.units
     if request.recompute == "selective":  # its results stay on the device; only a block's input, the last output, moves
         units = tuple(u._replace(forward=u.forward._replace(saved=u.forward.saved[-1:])) for u in units)
-    return dataclasses.replace(trace, units=units, facts=facts_of(request, trace.facts))
+    return dataclasses.replace(trace, units=units, facts=build_request_facts(request, trace.facts))
 
 
 @lru_cache(maxsize=64)
-def _stored(request: TraceRequest, regime: Regime, generation: int) -> ModelTrace[Size]:
+def _load_stored_trace(request: TraceRequest, regime: Regime, generation: int) -> ModelTrace[Size]:
     """Return the trace of a request as it is stored; ``generation``: of the flash attention that computes it."""
-    if (values := store.read(key := key_of(request, regime), request.model.configuration)) is None:
-        store.write(key, values := _trace(request, regime))
+    if (values := store.read_value(key := build_trace_key(request, regime), request.model.configuration)) is None:
+        store.write_value(key, values := _trace(request, regime))
     return store.from_json(values, generation)
 
 
@@ -97,14 +107,14 @@ def _trace(request: TraceRequest, regime: Regime) -> Any:
     from trainwright.planning.trace.tracing import trace_or_bound
 
     def values() -> Any:
-        with _one_thread():
-            return store.as_json(trace_or_bound(request, regime))
+        with _use_one_thread():
+            return store.to_json(trace_or_bound(request, regime))
 
     if torch.accelerator.current_accelerator() is None:
         return values()
-    if (traced := _in_child(lambda: values() if _runs_backward() else None)) is not None:
+    if (traced := _run_in_child(lambda: values() if _can_run_backward() else None)) is not None:
         return traced
-    if not _runs_backward():
+    if not _can_run_backward():
         raise MachineError(
             "this process was forked from one that has run a backward pass on a device, so torch can run none in it "
             "(https://github.com/pytorch/pytorch/wiki/Autograd-and-Fork); plan in a process that is spawned"
@@ -112,7 +122,7 @@ def _trace(request: TraceRequest, regime: Regime) -> Any:
     return values()
 
 
-def _runs_backward() -> bool:
+def _can_run_backward() -> bool:
     """Return whether this process can run a backward pass, and start the threads for it."""
     import torch
 
@@ -124,7 +134,7 @@ def _runs_backward() -> bool:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def _use_one_thread() -> Iterator[None]:
     """Compute in this thread alone: workers that are forked from a process whose OpenMP has threads wait for these."""
     import torch
 
@@ -136,7 +146,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _in_child(values: Callable[[], Any]) -> Any:
+def _run_in_child(values: Callable[[], Any]) -> Any:
     """Return what a forked process computes. Raises TrainwrightError as it does."""
     from multiprocessing import get_context
 
@@ -164,9 +174,9 @@ def _in_child(values: Callable[[], Any]) -> Any:
     return answer
 
 
-def key_of(request: TraceRequest, regime: Regime) -> str:
+def build_trace_key(request: TraceRequest, regime: Regime) -> str:
     """Return the name under which the trace of a request is stored."""
-    return store.key_of(["trace", _differing(request), regime])
+    return store.hash_key(["trace", _select_differing(request), regime])
 
 
 # GPUs whose attention of packs stands for that of others: with flash attention, and sequence by sequence.
@@ -174,24 +184,24 @@ _GPU = Device("cuda")
 _WITHOUT_FLASH = Device("cuda", Platform(missing=(*ASSUMED.missing, (VARLEN.name, ""), (FLEX.name, ""))))
 
 
-def traced_as(request: TraceRequest, regime: Regime) -> TraceRequest:
+def normalize_request(request: TraceRequest, regime: Regime) -> TraceRequest:
     """Return the request that is traced for all that have the same operations."""
     recompute = "none" if request.recompute == "compiled" else request.recompute
     longest = 2**62 if regime.windows else 0
     request = dataclasses.replace(
-        request, hooked=request.hooked and (model_facts(request.model).tied or bool(request.model.adapter))
+        request, hooked=request.hooked and (read_model_facts(request.model).tied or bool(request.model.adapter))
     )
     if request.rows == "equal" and any(
-        kernel.memory == "scores" for kernel in _kernels(request, request.device, longest)
+        kernel.memory == "scores" for kernel in _choose_kernels(request, request.device, longest)
     ):
         request = dataclasses.replace(request, rows="packed")  # which are computed one by one
     if not request.device.is_gpu:
         return dataclasses.replace(request, recompute=recompute, device=dataclasses.replace(request.device, amx=True))
     dtype: Dtype = "fp32" if request.width == 4 else "bf16"
     rows, device = request.rows, request.device
-    here = _kernels(request, device, longest)
+    here = _choose_kernels(request, device, longest)
     for typical in (_GPU, _WITHOUT_FLASH):
-        there = _kernels(dataclasses.replace(request, dtype=dtype), typical, longest)
+        there = _choose_kernels(dataclasses.replace(request, dtype=dtype), typical, longest)
         if [(one.memory, one.widths(256, 256)) for one in here] == [(o.memory, o.widths(256, 256)) for o in there]:
             device = dataclasses.replace(typical, fused=device.fused)
             rows = "packed" if here and all(kernel.memory == "flash" for kernel in here) else rows
@@ -199,25 +209,25 @@ def traced_as(request: TraceRequest, regime: Regime) -> TraceRequest:
     return dataclasses.replace(request, recompute=recompute, dtype=dtype, rows=rows, device=device, hooked=False)
 
 
-def _kernels(request: TraceRequest, device: Device, longest: int) -> list[AttentionKernel]:
+def _choose_kernels(request: TraceRequest, device: Device, longest: int) -> list[AttentionKernel]:
     """Return the kernels of packs that a device computes the layers with."""
     if request.rows not in ("packed", "equal"):
         return []
-    return [choose(needs, device.limits).kernel for needs in attention_needs(request, longest)]
+    return [choose(needs, device.limits).kernel for needs in list_attention_needs(request, longest)]
 
 
-def facts_of(request: TraceRequest, facts: ModelFacts | None = None) -> ModelFacts:
+def build_request_facts(request: TraceRequest, facts: ModelFacts | None = None) -> ModelFacts:
     """Return the facts of a request's model, with those that depend on the device."""
-    facts = model_facts(request.model) if facts is None else facts
+    facts = read_model_facts(request.model) if facts is None else facts
     chunk = FUSED_CHUNK_BYTES if request.device.fuses_loss else CHUNK_BYTES
     limits: dict[str, Any] = {"chunk_logits": chunk // request.width, "block_logits": BLOCK_BYTES // 4}
     on_cpu = not request.device.is_gpu
     return dataclasses.replace(facts, **limits, grows=not on_cpu, pads=on_cpu and request.width == 2)
 
 
-def attention_needs(request: TraceRequest, longest: int) -> tuple[AttentionNeeds, ...]:
+def list_attention_needs(request: TraceRequest, longest: int) -> tuple[AttentionNeeds, ...]:
     """Return what kernels have to compute for sequences of at most ``longest`` tokens, for each kind of layer."""
-    facts, packed = model_facts(request.model), request.rows in ("packed", "equal")
+    facts, packed = read_model_facts(request.model), request.rows in ("packed", "equal")
     return tuple(
         AttentionNeeds(
             layer.size,
@@ -234,36 +244,36 @@ def attention_needs(request: TraceRequest, longest: int) -> tuple[AttentionNeeds
     )
 
 
-def model_facts(model: TracedModel) -> ModelFacts:
+def read_model_facts(model: TracedModel) -> ModelFacts:
     """Return the facts of a model."""
-    return modules_of(model).facts
+    return trace_modules(model).facts
 
 
-def parameters_of(model: TracedModel) -> tuple[tuple[TracedParameter, ...], ...]:
+def list_parameters(model: TracedModel) -> tuple[tuple[TracedParameter, ...], ...]:
     """Return the parameters of the embedding, every block and the head."""
-    return tuple(unit.parameters for unit in modules_of(model).in_order())
+    return tuple(unit.parameters for unit in trace_modules(model).list_units())
 
 
 @lru_cache(maxsize=64)
-def modules_of(model: TracedModel) -> ModelTrace[Size]:
+def trace_modules(model: TracedModel) -> ModelTrace[Size]:
     """Return the units of a model, without their passes."""
-    if (values := store.read(key := key_of_modules(model), model.configuration)) is None:
-        from trainwright.planning.trace.tracing import without_passes
+    if (values := store.read_value(key := build_modules_key(model), model.configuration)) is None:
+        from trainwright.planning.trace.tracing import trace_without_passes
 
-        with _one_thread():
-            values = store.as_json(without_passes(model))
-        store.write(key, values)
+        with _use_one_thread():
+            values = store.to_json(trace_without_passes(model))
+        store.write_value(key, values)
     return store.from_json(values)
 
 
-def key_of_modules(model: TracedModel) -> str:
+def build_modules_key(model: TracedModel) -> str:
     """Return the name under which the units of a model are stored without their passes."""
-    return store.key_of(["modules", _differing(model)])
+    return store.hash_key(["modules", _select_differing(model)])
 
 
-def _differing(value: Any) -> Any:
+def _select_differing(value: Any) -> Any:
     """Return the fields of a dataclass that differ from their defaults, so that a new field changes no key."""
     if not dataclasses.is_dataclass(value):
         return value
     fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
-    return {field.name: _differing(known) for field, known in fields if known != field.default}
+    return {field.name: _select_differing(known) for field, known in fields if known != field.default}

@@ -26,22 +26,22 @@ from trainwright.data.stream.batch import Batch
 from trainwright.errors import RequestError
 from trainwright.models import linear_losses
 from trainwright.models.fused import blocked
-from trainwright.models.linear_losses import linear_cross_entropy, token_statistics
+from trainwright.models.linear_losses import compute_token_statistics, linear_cross_entropy
 from trainwright.planning.trace.build import (
     LONG,
     SHORT,
     BatchSample,
     Built,
-    allocated_and_released,
-    batch_of,
-    build,
-    facts_of_model,
-    functions_as_on_gpu,
-    quantized,
-    samples,
-    workspace_on_gpu,
+    build_batch,
+    build_request_model,
+    build_samples,
+    compute_gpu_workspace,
+    list_quantized,
+    list_temporary_changes,
+    read_model_facts,
+    use_gpu_functions,
 )
-from trainwright.planning.trace.fit import Fitter, natural_terms, passes
+from trainwright.planning.trace.fit import Fitter, build_natural_terms, fit_pass
 from trainwright.planning.trace.record import EMBEDDING, Direction, MemoryEvent, Recorder, Segment, TooManyError
 from trainwright.planning.trace.request import Device, Regime, TracedModel, TraceRequest
 from trainwright.planning.trace.units import (
@@ -54,9 +54,9 @@ from trainwright.planning.trace.units import (
     Size,
     TracedParameter,
     UnitTrace,
-    value_of,
+    evaluate_polynomial,
 )
-from trainwright.planning.trace.values import tensors_in
+from trainwright.planning.trace.values import list_tensors
 
 _MOST = 40_000  # operations of a step and an evaluation, before it is traced with shorter sequences
 _EXACT = 0.002  # of a trace's error, up to which it is kept
@@ -69,43 +69,43 @@ def trace(request: TraceRequest, regime: Regime) -> ModelTrace[Size]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            result, error = _traced(request, regime)
+            result, error = _trace_at_scale(request, regime)
         except TooManyError:
-            return _traced(request, regime, SHORT, None)[0]
+            return _trace_at_scale(request, regime, SHORT, None)[0]
         if error > _EXACT:
             with suppress(TooManyError):
-                longer, error_of_longer = _traced(request, regime, LONG, _MOST // 4)
+                longer, error_of_longer = _trace_at_scale(request, regime, LONG, _MOST // 4)
                 return longer if error_of_longer < error else result
         return result
 
 
-def _traced(
+def _trace_at_scale(
     request: TraceRequest, regime: Regime, scale: Fraction = Fraction(1), most: int | None = _MOST
 ) -> tuple[ModelTrace[Size], float]:
     """Return the trace at a scale of the sequences' lengths, and its error at the shapes that it was made from."""
     pads = request.width == 2 and not request.device.is_gpu
-    shapes = samples(request.rows, regime, scale, pads=pads)
-    built = build(request, regime, max(length for sample in shapes for length in sample.lengths))
+    shapes = build_samples(request.rows, regime, scale, pads=pads)
+    built = build_request_model(request, regime, max(length for sample in shapes for length in sample.lengths))
     vocabulary = int(built.lm.config.get_text_config().vocab_size)
-    batches = [batch_of(sample, vocabulary) for sample in shapes]
+    batches = [build_batch(sample, vocabulary) for sample in shapes]
     division = Division(built.blocks, request.model.last_block, on_gpu=request.device.is_gpu)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        built = _fake(built, division)
+        built = _make_fake(built, division)
         recorders: list[Recorder] = []
         for parameter in built.names:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: recorders[-1].gradient(p))
         for sample, batch in zip(shapes, batches, strict=True):
-            recorders.append(Recorder(built.lm, built.names, _workspace(request, sample.part), most))
+            recorders.append(Recorder(built.lm, built.names, _choose_workspace(request, sample.part), most))
             division.recorder = recorders[-1]
             _run(request, built, recorders[-1], division, sample, batch)
     running = sorted({EMBEDDING, *division.stand_in, len(built.blocks)})
-    merged = [_by_unit(recorder.segments, running) for recorder in recorders]
-    result = _assembled(request, built, division, recorders[0], merged, shapes, running)
-    return result, _error(result, running, merged, shapes)
+    merged = [_group_by_unit(recorder.segments, running) for recorder in recorders]
+    result = _build_trace(request, built, division, recorders[0], merged, shapes, running)
+    return result, _measure_error(result, running, merged, shapes)
 
 
-def _error(
+def _measure_error(
     made: ModelTrace[Size], numbers: Sequence[int], merged: Sequence[Mapping[_Key, Segment]], shapes: list[BatchSample]
 ) -> float:
     """Return the largest error of a pass's most bytes and of its last, as a part of the most bytes of any pass.
@@ -118,20 +118,22 @@ def _error(
         for number, unit in zip(numbers, made.units, strict=True):
             for direction in _DIRECTIONS:
                 moments = getattr(unit, direction).moments
-                most, last = _most_and_last(segments.get((number, direction), Segment(number, direction)))
-                planned = max((value_of(size, values) for moment in moments for size in moment.live), default=0.0)
-                after = value_of(moments[-1].after, values) if moments else 0.0
+                most, last = _find_most_and_last(segments.get((number, direction), Segment(number, direction)))
+                planned = max(
+                    (evaluate_polynomial(size, values) for moment in moments for size in moment.live), default=0.0
+                )
+                after = evaluate_polynomial(moments[-1].after, values) if moments else 0.0
                 high, error = max(high, most), max(error, abs(planned - most), abs(after - last))
         worst = max(worst, error / high)
     return worst
 
 
-def _most_and_last(segment: Segment) -> tuple[int, int]:
-    live = [*accumulate(map(_change, segment.events), initial=0)]
+def _find_most_and_last(segment: Segment) -> tuple[int, int]:
+    live = [*accumulate(map(_compute_change, segment.events), initial=0)]
     return max(live), live[-1]
 
 
-def _fake(built: Built, division: Division) -> Built:
+def _make_fake(built: Built, division: Division) -> Built:
     made = to_fake(built.lm, [block for n, block in enumerate(built.blocks) if division.stand_in[n] != n])
     return built._replace(names={made.get(id(p), p): name for p, name in built.names.items()})
 
@@ -144,18 +146,18 @@ def _run(
     gc.disable()
     try:
         with (
-            functions_as_on_gpu() if on_gpu else nullcontext(),
-            loops_of_loss(recorder, sample, on_gpu=on_gpu),
+            use_gpu_functions() if on_gpu else nullcontext(),
+            set_loss_loops(recorder, sample, on_gpu=on_gpu),
             recorder,
         ):
             lm.eval()
             division.begin(EMBEDDING, "evaluation")
             with torch.no_grad():
-                lm(batch, statistics=True) if wanted.objective != "hidden" else _loss(lm, wanted, batch)
+                lm(batch, statistics=True) if wanted.objective != "hidden" else _compute_loss(lm, wanted, batch)
             recorder.segments.append(Segment(head, "evaluation"))
             lm.train()
             division.begin(EMBEDDING, "forward")
-            total = _loss(lm, wanted, batch) / batch.weight
+            total = _compute_loss(lm, wanted, batch) / batch.weight
             division.begin(head, "backward")
             total.backward()
             del total
@@ -166,29 +168,29 @@ def _run(
             gc.enable()
 
 
-def _loss(lm: Any, wanted: TracedModel, batch: Batch) -> torch.Tensor:
+def _compute_loss(lm: Any, wanted: TracedModel, batch: Batch) -> torch.Tensor:
     """Return the loss of a task."""
     if wanted.objective == "hidden":
-        activations = lm.activations(batch)
+        activations = lm.compute_activations(batch)
         return cast(torch.Tensor, (activations - torch.zeros_like(activations)).square().mean())
     if wanted.objective == "objective":  # as causal_lm.objective_at, without the function of the losses
         head = lm.head(batch)
-        token_statistics(head, batch.targets)
+        compute_token_statistics(head, batch.targets)
         return linear_cross_entropy(head, batch.targets, target_weights=torch.ones(len(batch.targets)))
     return cast(torch.Tensor, lm(batch))
 
 
-def _workspace(request: TraceRequest, part: int) -> Any:
+def _choose_workspace(request: TraceRequest, part: int) -> Any:
     if request.device.is_gpu:
-        return workspace_on_gpu
+        return compute_gpu_workspace
 
     def extra(func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
         name = func.overloadpacket.__name__
         if name == "sum" and kwargs.get("dtype", args[0].dtype) != args[0].dtype:  # converts all that it sums
-            return allocated_and_released(args[0].numel() * kwargs["dtype"].itemsize)
+            return list_temporary_changes(args[0].numel() * kwargs["dtype"].itemsize)
         if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
-            return allocated_and_released(
-                _flash_workspace(args[1] if "backward" in name else args[0], "backward" in name)
+            return list_temporary_changes(
+                _compute_flash_workspace(args[1] if "backward" in name else args[0], "backward" in name)
             )
         if name == "_scaled_mm_v2":  # of float8: each operand in fp32, then scaled; the product, then rounded
             (m, k), n = args[0].shape, args[1].shape[1]
@@ -196,13 +198,13 @@ def _workspace(request: TraceRequest, part: int) -> Any:
             scaled = first, first, -first, second, second, -second
             return k * n, *scaled, result, -result, -second, -first, -k * n
         if name == "block_product":
-            return _numbers_of_blocks(args)
-        return blocked.workspace(name, args, part)
+            return _list_block_bytes(args)
+        return blocked.compute_workspace(name, args, part)
 
     return extra
 
 
-def _numbers_of_blocks(args: Any) -> tuple[int, ...]:
+def _list_block_bytes(args: Any) -> tuple[int, ...]:
     """Return what a CPU's product of blocks allocates: both operands in bf16, and the result, which is counted already.
 
     Numbers in bytes of two are found by indices of 32 bits.
@@ -214,7 +216,7 @@ def _numbers_of_blocks(args: Any) -> tuple[int, ...]:
     return -result, *operands, result, -first, -second
 
 
-def _flash_workspace(query: torch.Tensor, backward: bool) -> int:
+def _compute_flash_workspace(query: torch.Tensor, backward: bool) -> int:
     """Return the bytes that a thread of the CPU's flash attention works in
     (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp).
     """
@@ -224,7 +226,7 @@ def _flash_workspace(query: torch.Tensor, backward: bool) -> int:
     return (8 + 2 * half) * tile if backward else 4 * (tile + 2 * strip + strip * size) + half * tile
 
 
-def _assembled(
+def _build_trace(
     request: TraceRequest,
     built: Built,
     division: Division,
@@ -234,12 +236,12 @@ def _assembled(
     running: Sequence[int],
 ) -> ModelTrace[Size]:
     fitter = _fitter(tuple(sample.basis() for sample in shapes))
-    natural = natural_terms(request.rows == "packed")
-    parameters = parameters_of(built, list(first.used.values()))
+    natural = build_natural_terms(request.rows == "packed")
+    parameters = group_parameters(built, list(first.used.values()))
     units = []
     for unit in running:
         forward, backward, evaluation = (
-            passes([one.get(key, Segment(*key)) for one in merged], fitter, natural)
+            fit_pass([one.get(key, Segment(*key)) for one in merged], fitter, natural)
             for key in [(unit, direction) for direction in _DIRECTIONS]
         )
         units.append(UnitTrace(parameters[unit], forward, backward, evaluation))
@@ -247,13 +249,13 @@ def _assembled(
     model = request.model
     last = len(order) if model.reference_block is None else model.reference_block + 2
     reference = () if model.reference == "none" else tuple(order[:last])
-    return ModelTrace(tuple(units), tuple(order), facts_of_model(model), reference, model.reference == "copied")
+    return ModelTrace(tuple(units), tuple(order), read_model_facts(model), reference, model.reference == "copied")
 
 
 _fitter = lru_cache(maxsize=16)(Fitter)  # traces of one kind of rows have equal shapes, and many equal sizes
 
 
-def _by_unit(segments: list[Segment], running: Sequence[int]) -> dict[_Key, Segment]:
+def _group_by_unit(segments: list[Segment], running: Sequence[int]) -> dict[_Key, Segment]:
     """Return what happened in the units that run.
 
     What others have released while they only copied their input is of the last block that runs. In a run each block
@@ -263,7 +265,7 @@ def _by_unit(segments: list[Segment], running: Sequence[int]) -> dict[_Key, Segm
     left: Counter[Direction] = Counter()
     for segment in segments:
         if segment.unit not in running:
-            left[segment.direction] -= sum(map(_change, segment.events))
+            left[segment.direction] -= sum(map(_compute_change, segment.events))
             continue
         combined = merged.setdefault((segment.unit, segment.direction), Segment(segment.unit, segment.direction))
         combined.events += segment.events
@@ -276,15 +278,15 @@ def _by_unit(segments: list[Segment], running: Sequence[int]) -> dict[_Key, Segm
     return merged
 
 
-def _change(event: MemoryEvent) -> int:
+def _compute_change(event: MemoryEvent) -> int:
     return event.size if event.kind == "allocated" else -event.size
 
 
-def parameters_of(built: Built, first: list[nn.Parameter]) -> dict[int, tuple[TracedParameter, ...]]:
+def group_parameters(built: Built, first: list[nn.Parameter]) -> dict[int, tuple[TracedParameter, ...]]:
     """Return the parameters of each unit. ``first``: those outside the blocks that are used before them."""
     before = {id(parameter) for parameter in first}
     units = {id(p): number for number, block in reversed([*enumerate(built.blocks)]) for p in block.parameters()}
-    smaller = quantized(built.lm)
+    smaller = list_quantized(built.lm)
     listed: dict[int, list[TracedParameter]] = {n: [] for n in range(EMBEDDING, len(built.blocks) + 1)}
     for parameter, name in built.names.items():
         outside = EMBEDDING if id(parameter) in before else len(built.blocks)
@@ -317,7 +319,7 @@ class Division:
         self._last = len(blocks) - 1 if last is None else last
         equal: dict[tuple[str, bool], list[int]] = {}
         for number, block in enumerate(blocks):
-            equal.setdefault((_signature(block), number <= self._last), []).append(number)
+            equal.setdefault((_describe_block(block), number <= self._last), []).append(number)
         self.stand_in = list(range(len(blocks)))
         for numbers in equal.values():
             for number in numbers[1:]:
@@ -341,7 +343,7 @@ class Division:
     def _run(self, number: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
         assert self.recorder is not None
         direction: Direction = "forward" if torch.is_grad_enabled() else "evaluation"
-        hidden = tensors_in((args, kwargs))[0]
+        hidden = list_tensors((args, kwargs))[0]
         self.begin(number, direction)
         other = self.stand_in[number]
         state = self._state[number] if direction == "forward" and other == number else 0
@@ -355,14 +357,14 @@ class Division:
             output = forward(*args, **kwargs)
             self._rest[number] = None if isinstance(output, torch.Tensor) else len(output) - 1
         if number == self._last:
-            result = tensors_in(output)[0]
+            result = list_tensors(output)[0]
             if result.requires_grad:
                 result.register_hook(lambda _: self.begin(number, "backward"))
             self.recorder.begin_later(len(self.stand_in), direction)
         return output
 
 
-def _signature(block: nn.Module) -> str:
+def _describe_block(block: nn.Module) -> str:
     """Describe a block but for its number: its modules' classes and plain attributes, and its parameters."""
     parts: list[Any] = ["forward" in vars(block)]
     for name, module in block.named_modules():
@@ -397,7 +399,7 @@ def to_fake(module: nn.Module, leave: Sequence[nn.Module]) -> dict[int, nn.Param
 
 
 @contextmanager
-def loops_of_loss(recorder: Recorder, sample: BatchSample, *, on_gpu: bool) -> Iterator[None]:
+def set_loss_loops(recorder: Recorder, sample: BatchSample, *, on_gpu: bool) -> Iterator[None]:
     """Let the loss take as many chunks and blocks as a sample says, and note the iterations."""
 
     def chunks(count: int, hidden: Any, weight: Any, *, fused: bool = False) -> Iterator[slice]:
@@ -413,13 +415,13 @@ def loops_of_loss(recorder: Recorder, sample: BatchSample, *, on_gpu: bool) -> I
             with recorder.scope(f"block{number}"):
                 yield slice(number * sample.block, (number + 1) * sample.block)
 
-    before = linear_losses.chunks, linear_losses.row_blocks, linear_losses.has_wide_products
-    linear_losses.chunks, linear_losses.row_blocks = chunks, row_blocks  # type: ignore[assignment]
+    before = linear_losses.split_into_chunks, linear_losses.split_into_row_blocks, linear_losses.has_wide_products
+    linear_losses.split_into_chunks, linear_losses.split_into_row_blocks = chunks, row_blocks  # type: ignore[assignment]
     linear_losses.has_wide_products = lambda tensor: on_gpu
     try:
         yield
     finally:
-        linear_losses.chunks, linear_losses.row_blocks, linear_losses.has_wide_products = before
+        linear_losses.split_into_chunks, linear_losses.split_into_row_blocks, linear_losses.has_wide_products = before
 
 
 # Tensors of the width of a matrix's result that are kept for it: the result, its activation, and what is between them.
@@ -438,42 +440,44 @@ def trace_or_bound(request: TraceRequest, regime: Regime) -> ModelTrace[Size]:
         raise
     except Exception as error:  # whatever the code of a model raises
         line = " ".join(str(error).split())[:120]
-        return _bound(request, build(request, regime), f"{type(error).__name__}: {line}")
+        return _estimate_bound(request, build_request_model(request, regime), f"{type(error).__name__}: {line}")
 
 
-def without_passes(model: TracedModel) -> ModelTrace[Size]:
+def trace_without_passes(model: TracedModel) -> ModelTrace[Size]:
     """Return a model's units with their parameters alone: its modules are made, without memory, but not run.
 
     Raises:
         RequestError: the model cannot be made, as in a run.
     """
     nothing = PassTrace[Size]((), ())
-    built = build(TraceRequest(model, Device("cpu"), "fp32"), Regime())
-    return _of_units(
-        built, lambda kind, parameters: UnitTrace(parameters, nothing, nothing, nothing), facts_of_model(model)
+    built = build_request_model(TraceRequest(model, Device("cpu"), "fp32"), Regime())
+    return _build_from_units(
+        built, lambda kind, parameters: UnitTrace(parameters, nothing, nothing, nothing), read_model_facts(model)
     )
 
 
-def _bound(request: TraceRequest, built: Built, failed: str) -> ModelTrace[Size]:
-    facts = dataclasses.replace(facts_of_model(request.model), failed=failed)
+def _estimate_bound(request: TraceRequest, built: Built, failed: str) -> ModelTrace[Size]:
+    facts = dataclasses.replace(read_model_facts(request.model), failed=failed)
     share = facts.active / facts.total
-    return _of_units(built, lambda kind, parameters: _unit(request, kind, parameters, share, facts), facts)
+    return _build_from_units(
+        built, lambda kind, parameters: _estimate_unit(request, kind, parameters, share, facts), facts
+    )
 
 
-def _of_units(
+def _build_from_units(
     built: Built, unit_of: Callable[[str, tuple[TracedParameter, ...]], UnitTrace[Size]], facts: ModelFacts
 ) -> ModelTrace[Size]:
     """Return the trace of a model whose units are equal if their parameters are."""
     embedding: Any = built.lm.model.get_input_embeddings().weight
     blocks = len(built.blocks)
     kinds = {EMBEDDING: "embedding", blocks: "head"}
-    keys = [(kinds.get(unit, "block"), listed) for unit, listed in sorted(parameters_of(built, [embedding]).items())]
+    keys = [(kinds.get(unit, "block"), listed) for unit, listed in sorted(group_parameters(built, [embedding]).items())]
     units = {key: unit_of(*key) for key in dict.fromkeys(keys)}
     numbers = {key: number for number, key in enumerate(units)}
     return ModelTrace(tuple(units.values()), tuple(numbers[key] for key in keys), facts)
 
 
-def _unit(
+def _estimate_unit(
     request: TraceRequest,
     kind: str,
     parameters: Sequence[TracedParameter],
@@ -494,17 +498,19 @@ def _unit(
     if kind == "head":
         work |= {"chunk": 2 * width * vocabulary, "block": 8 * vocabulary, "1": 4 * vocabulary * hidden}
     both = {name: kept.get(name, 0) + work.get(name, 0) for name in (*kept, *work)}
-    forward = PassTrace[Size]((Moment("", (_size(both),), _size(kept)),), _products(matrices, kind, share, width, 1))
-    moments = tuple(Moment[Size](p.name, (_size(work),), ()) for p in parameters if p.trainable)
+    forward = PassTrace[Size](
+        (Moment("", (_build_size(both),), _build_size(kept)),), _list_products(matrices, kind, share, width, 1)
+    )
+    moments = tuple(Moment[Size](p.name, (_build_size(work),), ()) for p in parameters if p.trainable)
     gone = {name: -size for name, size in kept.items()}
     backward = PassTrace[Size](
-        (*moments, Moment("", (_size(work),), _size(gone))), _products(matrices, kind, share, width, 2)
+        (*moments, Moment("", (_build_size(work),), _build_size(gone))), _list_products(matrices, kind, share, width, 2)
     )
-    evaluation = PassTrace[Size]((Moment("", (_size(both),), ()),), forward.operations)
+    evaluation = PassTrace[Size]((Moment("", (_build_size(both),), ()),), forward.operations)
     return UnitTrace(tuple(parameters), forward, backward, evaluation)
 
 
-def _products(
+def _list_products(
     matrices: Sequence[TracedParameter], kind: str, share: float, width: int, times: int
 ) -> tuple[Operation[Size], ...]:
     rows = "targets" if kind == "head" else "tokens"
@@ -512,16 +518,30 @@ def _products(
     for p in matrices:
         active = math.prod(p.shape) * (share if "experts" in p.name else 1.0)
         n, k = p.shape[-2:]
-        read = _size({"1": width * p.numel, rows: width * k})
-        one, flops, written = _size({"1": 1}), _size({rows: 2 * active * times}), _size({rows: width * n})
-        m, launches = _size({rows: 1}), _size({"1": times})
+        read = _build_size({"1": width * p.numel, rows: width * k})
+        one, flops, written = (
+            _build_size({"1": 1}),
+            _build_size({rows: 2 * active * times}),
+            _build_size({rows: width * n}),
+        )
+        m, launches = _build_size({rows: 1}), _build_size({"1": times})
         made.append(
             Operation[Size](
-                "product", p.name, launches, m, _size({"1": n}), _size({"1": k}), one, flops, read, written, width
+                "product",
+                p.name,
+                launches,
+                m,
+                _build_size({"1": n}),
+                _build_size({"1": k}),
+                one,
+                flops,
+                read,
+                written,
+                width,
             )
         )
     return tuple(made)
 
 
-def _size(terms: Mapping[str, float]) -> Size:
+def _build_size(terms: Mapping[str, float]) -> Size:
     return tuple(terms.get(name, 0) for name in BASIS)

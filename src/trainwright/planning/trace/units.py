@@ -1,7 +1,7 @@
 """What is traced of a model: its units, and for each what a pass over it allocates, saves and computes.
 
 A unit is what comes before the blocks (the embedding), a block, or what comes after them (the head and the loss). Sizes
-are polynomials of the numbers of a batch (`BASIS`); ``at`` gives the sizes for one batch. Imports no torch.
+are polynomials of the numbers of a batch (`BASIS`); ``evaluate_trace`` gives the sizes for one batch. Imports no torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from trainwright.parallel.constants import PART_TOKENS, padded_size
+from trainwright.parallel.constants import PART_TOKENS, compute_padded_size
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ BASIS = (
 )
 
 
-def basis(batch: BatchShape, chunk: int, block: int, threads: int, *, pads: bool = False) -> tuple[int, ...]:
+def compute_basis(batch: BatchShape, chunk: int, block: int, threads: int, *, pads: bool = False) -> tuple[int, ...]:
     """Return the values of ``BASIS``.
 
     Args:
         chunk, block: the most rows of logits that the loss takes at a time.
         threads: of a process on a CPU.
-        pads: chunks have a number of rows of ``padded_size``.
+        pads: chunks have a number of rows of ``compute_padded_size``.
     """
     if batch.packed:
         rows, length, second = sum(count for _, count in batch.sequences), batch.longest, batch.second_longest
@@ -78,11 +78,11 @@ def basis(batch: BatchShape, chunk: int, block: int, threads: int, *, pads: bool
     else:
         rows, length, second = batch.rows, batch.length, 0
         pairs = rows * length**2
-    chunks, chunk = _parts(batch.targets, chunk)
-    blocks, block = _parts(chunk, block)
+    chunks, chunk = _divide_rows(batch.targets, chunk)
+    blocks, block = _divide_rows(chunk, block)
     targets = batch.targets
     if pads:
-        chunk, targets = padded_size(chunk), padded_size(targets) if chunks == 1 else targets
+        chunk, targets = compute_padded_size(chunk), compute_padded_size(targets) if chunks == 1 else targets
     of_loss = targets, chunk, chunks, block, chunks * blocks
     strip = threads * min(256 if length >= 768 else 64 if length >= 192 else 32, length)
     tile = strip * min(512, length)
@@ -91,7 +91,7 @@ def basis(batch: BatchShape, chunk: int, block: int, threads: int, *, pads: bool
     return (1, rows, length, batch.tokens, length**2, pairs, *of_loss, second, second**2, tile, strip, squared, part)
 
 
-def _parts(count: int, limit: int) -> tuple[int, int]:
+def _divide_rows(count: int, limit: int) -> tuple[int, int]:
     """Return into how many equal parts ``count`` rows are divided, and the rows of the first."""
     if not count:
         return 0, 0
@@ -195,7 +195,7 @@ class ModelFacts:
     ``window``: of tokens, in a share ``windowed`` of the blocks; ``attention``: of each kind of layer.
     ``total``, ``active``: parameters, and those that one token uses. ``chunk_logits``, ``block_logits``: the most
     logits that the loss takes at a time. ``grows``: chunks are as large as the hidden states, if these are larger.
-    ``pads``: products need numbers of rows of ``padded_size``.
+    ``pads``: products need numbers of rows of ``compute_padded_size``.
     ``failed``: the operation that could not be traced, "" if the trace is exact.
     """
 
@@ -222,7 +222,7 @@ class ModelFacts:
     pads: bool = False
     failed: str = ""
 
-    def rows_of_logits(self, targets: int) -> tuple[int, int]:
+    def compute_logit_rows(self, targets: int) -> tuple[int, int]:
         """Return the most rows of logits in a chunk of the loss, and in a block of it."""
         chunk = self.chunk_logits // max(1, self.vocabulary)
         if self.grows:
@@ -244,7 +244,7 @@ class ModelTrace(Generic[N]):
     reference: tuple[int, ...] = ()
     reference_copied: bool = False
 
-    def in_order(self) -> tuple[UnitTrace[N], ...]:
+    def list_units(self) -> tuple[UnitTrace[N], ...]:
         """Return the embedding, every block and the head."""
         return tuple(self.units[index] for index in self.order)
 
@@ -253,17 +253,17 @@ SizedModel = ModelTrace[int]
 
 
 @lru_cache(maxsize=256)
-def at(trace: ModelTrace[Size], batch: BatchShape, threads: int = 1) -> SizedModel:
+def evaluate_trace(trace: ModelTrace[Size], batch: BatchShape, threads: int = 1) -> SizedModel:
     """Return the trace of one batch: integers instead of polynomials, one candidate for the most bytes.
 
     ``threads``: of a process on a CPU, each of which has memory of its own in some kernels.
     """
     facts = trace.facts
-    values = basis(batch, *facts.rows_of_logits(batch.targets), threads, pads=facts.pads)
+    values = compute_basis(batch, *facts.compute_logit_rows(batch.targets), threads, pads=facts.pads)
 
     @cache  # many operations have equal sizes
     def number(size: Size) -> int:
-        return round(value_of(size, values))
+        return round(evaluate_polynomial(size, values))
 
     def sized(part: PassTrace[Size]) -> PassTrace[int]:
         moments = (Moment(m.gradient, (max(map(number, m.live), default=0),), number(m.after)) for m in part.moments)
@@ -293,6 +293,6 @@ class _Sized(Sequence[Operation[int]]):
         return len(self._operations)
 
 
-def value_of(size: Size, values: Sequence[int]) -> float:
+def evaluate_polynomial(size: Size, values: Sequence[int]) -> float:
     """Return a polynomial's value where the terms of ``BASIS`` have these ``values``."""
     return sum(a * b for a, b in zip(size, values, strict=False))

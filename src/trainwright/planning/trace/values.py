@@ -19,12 +19,12 @@ _SELECTS = {"topk": 1, "sort": 1, "max": 1, "min": 1, "argmax": 0, "argsort": 0,
 _WHOLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
-def tensors_in(tree: Any) -> list[torch.Tensor]:
+def list_tensors(tree: Any) -> list[torch.Tensor]:
     """Return the tensors in nested containers."""
     return [value for value in tree_leaves(tree) if isinstance(value, torch.Tensor)]
 
 
-def operands(args: Any, kwargs: Any) -> list[torch.Tensor]:
+def list_operands(args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Return the tensors among the arguments or results of an operation, also those in lists."""
     tensors: list[torch.Tensor] = []
     for value in (*args, *kwargs.values()):
@@ -35,25 +35,25 @@ def operands(args: Any, kwargs: Any) -> list[torch.Tensor]:
     return tensors
 
 
-def compute(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
+def compute_result(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
     """Return the result of an operation: of real integers if it is integers too, otherwise a fake one."""
     fake = next((x for x in inputs if type(x) is FakeTensor), None)
     if fake is None or not _decide_shape(func, inputs):
-        out = _of_integers(func, args, kwargs, inputs)
-        return _faked(func, args, kwargs) if out is None else out
+        out = _compute_integers(func, args, kwargs, inputs)
+        return _run_faked(func, args, kwargs) if out is None else out
     if args[0] is fake and _is_in_place(func):
         return fake
     if func.is_view or func is torch.ops.aten._unsafe_view.default:
         with in_kernel_invocation_manager(fake.fake_mode):
-            return _wrapped(fake, func(*args, **kwargs))
-    key = _key(func, args, kwargs)
+            return _wrap_fake(fake, func(*args, **kwargs))
+    key = _build_key(func, args, kwargs)
     if (results := _RESULTS.get(key)) is None:
-        out = _faked(func, args, kwargs)
-        if key is not None and (results := _new_tensors(out, inputs)) is not None:
+        out = _run_faked(func, args, kwargs)
+        if key is not None and (results := _describe_new_tensors(out, inputs)) is not None:
             _RESULTS[key] = results
         return out
     with in_kernel_invocation_manager(fake.fake_mode):
-        new = [FakeTensor(fake.fake_mode, _empty(size), fake.fake_device) for size in results]
+        new = [FakeTensor(fake.fake_mode, _build_empty(size), fake.fake_device) for size in results]
     return new[0] if len(new) == 1 else tuple(new)
 
 
@@ -79,7 +79,7 @@ def _is_in_place(func: Any) -> bool:
     return name.endswith("_") and not name.endswith("__") and not changes_shape
 
 
-def _new_tensors(out: Any, inputs: list[torch.Tensor]) -> list[Any] | None:
+def _describe_new_tensors(out: Any, inputs: list[torch.Tensor]) -> list[Any] | None:
     """Describe the results of an operation; None if they are not only tensors with memory of their own."""
     results = out if isinstance(out, (tuple, list)) else [out]
     storages = [tensor.untyped_storage() for tensor in inputs]
@@ -88,25 +88,25 @@ def _new_tensors(out: Any, inputs: list[torch.Tensor]) -> list[Any] | None:
     return [(x.shape, x.stride(), x.dtype) for x in results] if len({id(x) for x in results}) == len(results) else None
 
 
-def _empty(like: tuple[Any, ...]) -> torch.Tensor:
+def _build_empty(like: tuple[Any, ...]) -> torch.Tensor:
     size, stride, dtype = like
     return torch.empty_strided(size, stride, dtype=dtype, device="meta")
 
 
-def _wrapped(like: Any, out: Any) -> Any:
+def _wrap_fake(like: Any, out: Any) -> Any:
     if isinstance(out, (list, tuple)):
-        return [_wrapped(like, part) for part in out]
+        return [_wrap_fake(like, part) for part in out]
     return FakeTensor(like.fake_mode, out, like.fake_device)
 
 
-def _key(func: Any, args: Any, kwargs: Any) -> Any:
+def _build_key(func: Any, args: Any, kwargs: Any) -> Any:
     """Return what the shape of a result depends on; None if it is more than shapes and numbers."""
     parts: list[Any] = [func]
     for value in (*args, *kwargs.items()):
         if isinstance(value, torch.Tensor):
             parts.append((value.shape, value.stride(), value.dtype))
         elif isinstance(value, (list, tuple)):
-            if (nested := _key(None, value, {})) is None:
+            if (nested := _build_key(None, value, {})) is None:
                 return None
             parts.append(nested)
         else:
@@ -118,7 +118,7 @@ def _key(func: Any, args: Any, kwargs: Any) -> Any:
     return key
 
 
-def _of_integers(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
+def _compute_integers(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> Any:
     dtype = kwargs.get("dtype")
     counts = func.overloadpacket.__name__ == "arange" and all(isinstance(value, int) for value in args)
     if (dtype not in _WHOLE) if dtype is not None else not (inputs or counts):
@@ -127,10 +127,10 @@ def _of_integers(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) 
         return None
     with _disable_current_modes():
         out = func(*args, **kwargs)
-    return out if all(tensor.dtype in _WHOLE for tensor in tensors_in(out)) else None
+    return out if all(tensor.dtype in _WHOLE for tensor in list_tensors(out)) else None
 
 
-def _faked(func: Any, args: Any, kwargs: Any) -> Any:
+def _run_faked(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation on fake tensors, with real integers where it reads or selects indices."""
     name = func.overloadpacket.__name__
     if name == "_grouped_mm":  # the products of experts, which torch fakes for bf16 only
@@ -138,7 +138,7 @@ def _faked(func: Any, args: Any, kwargs: Any) -> Any:
         groups = [rest[0].numel() if rest else first.shape[0]] if first.dim() == second.dim() else []
         return first.new_empty([*groups, first.shape[-2], second.shape[-1]])
     if name.startswith(("index", "_index_put", "_unsafe_index")) and isinstance(args[1], (list, tuple)):
-        args = (args[0], _indices(args[1]), *args[2:])
+        args = (args[0], _convert_indices(args[1]), *args[2:])
     out = func(*args, **kwargs)
     results = list(out) if isinstance(out, (tuple, list)) else [out]
     if (position := _SELECTS.get(name, len(results))) < len(results) and args[0].dim():
@@ -149,7 +149,7 @@ def _faked(func: Any, args: Any, kwargs: Any) -> Any:
     return tuple(results) if isinstance(out, (tuple, list)) else results[0]
 
 
-def _indices(given: Any) -> list[Any]:
+def _convert_indices(given: Any) -> list[Any]:
     """Return indices as integers instead of masks, so that their number is known."""
     indices: list[Any] = []
     for index in given:

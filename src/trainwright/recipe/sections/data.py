@@ -30,7 +30,7 @@ from trainwright.recipe.sections.fields import (
     Until,
     UntilText,
     ValidationRows,
-    until_of,
+    parse_until,
 )
 
 _Layout = Literal[
@@ -47,18 +47,18 @@ _Layout = Literal[
 ]
 
 
-def _one_or_several(value: Any) -> str:
+def _discriminate_sources(value: Any) -> str:
     return "several" if isinstance(value, list) else "one"
 
 
 DataFormat = Annotated[
     Annotated[Literal["auto", "documents"] | _Layout, Tag("one")]
     | Annotated[list[_Layout], Field(min_length=1), Tag("several")],
-    Discriminator(_one_or_several),
+    Discriminator(_discriminate_sources),
 ]
 
 
-def _prompt(value: Any) -> Any:
+def _check_prompt(value: Any) -> Any:
     """Check a text with {fields}; braces that are no fields are doubled."""
     if isinstance(value, str):
         try:
@@ -72,7 +72,7 @@ def _prompt(value: Any) -> Any:
     return value
 
 
-def _targets(value: Any) -> Any:
+def _check_targets(value: Any) -> Any:
     if isinstance(value, str) and value not in ("answers", "all", "last"):
         if not (len(value) > 2 and value[0] == value[-1] == "/"):
             raise PydanticCustomError("targets", "answers, all, last or a regular expression between slashes")
@@ -83,10 +83,10 @@ def _targets(value: Any) -> Any:
     return value
 
 
-Prompt = Annotated[str, BeforeValidator(_prompt)]
+Prompt = Annotated[str, BeforeValidator(_check_prompt)]
 
 
-def _mixing(value: Any) -> Any:
+def _check_mixing(value: Any) -> Any:
     is_temperature = isinstance(value, int | float) and not isinstance(value, bool) and value >= 1
     if value not in ("weights", "concatenate") and not is_temperature:
         raise PydanticCustomError("mixing", "weights, concatenate, or a temperature of at least 1")
@@ -155,7 +155,7 @@ class SourceSection(RowsSection):
         return self.format == "documents"
 
 
-def _some_weight(weights: dict[str, float] | None) -> dict[str, float] | None:
+def _check_weights(weights: dict[str, float] | None) -> dict[str, float] | None:
     if weights is not None and not any(weights.values()):
         raise PydanticCustomError("weights", "at least one source with a weight above 0")
     return weights
@@ -169,7 +169,7 @@ class StageSection(Section):
         description="The end of the stage, counted from the first step of the run: '1000 steps', or '2B tokens' (k, M, "
         "B, T), which ends it with the step that reaches them. The last stage has none: it ends with the run.",
     )
-    weights: Annotated[dict[Text, NotNegative], AfterValidator(_some_weight)] | None = Field(
+    weights: Annotated[dict[Text, NotNegative], AfterValidator(_check_weights)] | None = Field(
         None,
         description="Weights of the sources by name (or by source, if they have no name); sources that are not listed "
         "are not used in the stage. null: the weights of data.train.",
@@ -183,7 +183,7 @@ class StageSection(Section):
     @property
     def end(self) -> Until | None:
         """The end of the stage; None: that of the run."""
-        return None if self.until is None else until_of(self.until)
+        return None if self.until is None else parse_until(self.until)
 
 
 class StreamingSection(Section):
@@ -201,13 +201,13 @@ class StreamingSection(Section):
     )
 
 
-def _streaming(value: Any) -> Any:
+def _convert_streaming(value: Any) -> Any:
     return {True: {}, False: None}[value] if isinstance(value, bool) else value
 
 
 Sources = Annotated[
     Annotated[Text, Tag("one")] | Annotated[Annotated[list[SourceSection], Field(min_length=1)], Tag("several")],
-    Discriminator(_one_or_several),
+    Discriminator(_discriminate_sources),
 ]
 
 
@@ -217,15 +217,15 @@ def _set_name(name: str) -> str:
     return name
 
 
-def _rows_or_section(value: Any) -> str:
+def _discriminate_section(value: Any) -> str:
     return "section" if isinstance(value, dict | Section) else "rows"
 
 
-def _one_or_sets(value: Any) -> str:
+def _discriminate_sets(value: Any) -> str:
     return "sets" if isinstance(value, dict) else "one"
 
 
-def _one_held_out(sets: dict[str, Any]) -> dict[str, Any]:
+def _check_one_held_out(sets: dict[str, Any]) -> dict[str, Any]:
     if sum(isinstance(rows, int | float) for rows in sets.values()) > 1:
         raise PydanticCustomError("held_out", "at most one set of rows of train; the others are sources")
     return sets
@@ -233,12 +233,12 @@ def _one_held_out(sets: dict[str, Any]) -> dict[str, Any]:
 
 SetName = Annotated[Text, AfterValidator(_set_name)]
 ValidationSet = Annotated[
-    Annotated[HeldOutRows, Tag("rows")] | Annotated[RowsSection, Tag("section")], Discriminator(_rows_or_section)
+    Annotated[HeldOutRows, Tag("rows")] | Annotated[RowsSection, Tag("section")], Discriminator(_discriminate_section)
 ]
 Validation = Annotated[
     Annotated[ValidationRows, Tag("one")]
-    | Annotated[dict[SetName, ValidationSet], Field(min_length=1), AfterValidator(_one_held_out), Tag("sets")],
-    Discriminator(_one_or_sets),
+    | Annotated[dict[SetName, ValidationSet], Field(min_length=1), AfterValidator(_check_one_held_out), Tag("sets")],
+    Discriminator(_discriminate_sets),
 ]
 
 
@@ -255,7 +255,7 @@ class DataSection(Section):
         "mixture. Sources of other packages are given by name or as module:Name.",
         json_schema_extra=lambda schema: schema.update(examples=[*SOURCES.names()]),
     )
-    mixing: Annotated[str | float, BeforeValidator(_mixing)] = Field(
+    mixing: Annotated[str | float, BeforeValidator(_check_mixing)] = Field(
         "weights",
         description="How several sources make up an epoch, which has as many examples as all of them. weights: by "
         "their weights. concatenate: every example of every source once. A number, the temperature: by weight times "
@@ -267,7 +267,7 @@ class DataSection(Section):
         "max_length}. The examples of a step follow from the recipe and the data alone. A source goes on in a later "
         "stage where it stopped. Needs train.max_steps or train.max_tokens.",
     )
-    streaming: Annotated[StreamingSection | None, BeforeValidator(_streaming)] = Field(
+    streaming: Annotated[StreamingSection | None, BeforeValidator(_convert_streaming)] = Field(
         None,
         description="Tokenize the rows of train, in their order, while training: for sources that are longer than the "
         "disk, or whose tokens are. true: with the defaults. Behind its last row, a source begins again. Needs "
@@ -291,7 +291,7 @@ class DataSection(Section):
     prompt: Prompt | None = Field(None, description=_PROMPT)
     prompt_without_input: Prompt | None = Field(None, description=_WITHOUT_INPUT)
     drop_system_message: bool = Field(False, description=_DROP_SYSTEM)
-    targets: Annotated[str, BeforeValidator(_targets)] = Field(
+    targets: Annotated[str, BeforeValidator(_check_targets)] = Field(
         "answers",
         description="Which tokens of a conversation are trained on. answers: the assistant's turns with their stop "
         "tokens, except turns marked otherwise. last: the last of these turns. all: every token, as TRL and Unsloth do "
@@ -348,7 +348,7 @@ class DataSection(Section):
         if self.train is None:
             return ()
         if isinstance(self.train, str):
-            return (SourceSection(source=self.train, limit=self.limit, **self._row_keys()),)
+            return (SourceSection(source=self.train, limit=self.limit, **self._select_row_keys()),)
         return tuple(self.train)
 
     def weights(self, sizes: Sequence[int]) -> list[float]:
@@ -364,7 +364,7 @@ class DataSection(Section):
         """Return the names of ``sources`` in ``stages``."""
         return [source.name or source.source for source in self.sources]
 
-    def stage_weights(self, sizes: Sequence[int]) -> list[tuple[float, ...]]:
+    def list_stage_weights(self, sizes: Sequence[int]) -> list[tuple[float, ...]]:
         """Return the weights of the sources, with ``sizes`` examples, in each stage; 0 where one is not used."""
         names = self.source_names
         return [
@@ -388,7 +388,7 @@ class DataSection(Section):
         """
         sets = self.validation if isinstance(self.validation, dict) else {"": self.validation}
         return {
-            name: SourceSection(source=rows, **self._row_keys())
+            name: SourceSection(source=rows, **self._select_row_keys())
             if isinstance(rows, str)
             else SourceSection(**dict(rows))
             if isinstance(rows, RowsSection)
@@ -409,7 +409,7 @@ class DataSection(Section):
         sets = self.validation_sets.items()
         return [(rows, keys[name]) for name, rows in sets if isinstance(rows, SourceSection)]
 
-    def _row_keys(self) -> dict[str, Any]:
+    def _select_row_keys(self) -> dict[str, Any]:
         return {key: getattr(self, key) for key in RowSettings._fields}
 
     @property

@@ -33,20 +33,20 @@ def reject_bool(value: object) -> object:
     return value
 
 
-def _number(value: object) -> object:
+def _check_number(value: object) -> object:
     if isinstance(value, bool):
         raise PydanticKnownError("float_type")
     return value
 
 
-def _steps(value: object) -> object:
+def _check_steps(value: object) -> object:
     # A float is a fraction and an int is a count, so 1.0 is ambiguous and rejected.
     if not is_count(value, least=0) and not (isinstance(value, float) and 0 <= value < 1):
         raise PydanticCustomError("steps", "a whole number of steps or a fraction below 1")
     return value
 
 
-def _validation_rows(value: object) -> object:
+def _check_validation_rows(value: object) -> object:
     is_fraction = isinstance(value, float) and 0 < value < 1
     if not (value is None or is_fraction or isinstance(value, str) or is_count(value, least=1)):
         raise PydanticCustomError("rows", "a fraction between 0 and 1, a whole number of rows, a source or null")
@@ -63,8 +63,8 @@ Text = Annotated[str, StringConstraints(min_length=1)]
 Count = Annotated[int, Field(ge=1, le=10**15), BeforeValidator(reject_bool)]
 # Tokens of a row: kernels count its positions in int32.
 Length = Annotated[int, Field(ge=1, le=2**31 - 1), BeforeValidator(reject_bool)]
-Positive = Annotated[float, Field(gt=0), BeforeValidator(_number)]
-NotNegative = Annotated[float, Field(ge=0), BeforeValidator(_number)]
+Positive = Annotated[float, Field(gt=0), BeforeValidator(_check_number)]
+NotNegative = Annotated[float, Field(ge=0), BeforeValidator(_check_number)]
 RouterWeight = Annotated[
     NotNegative | Literal["model"],
     Field(
@@ -73,17 +73,17 @@ RouterWeight = Annotated[
         "router_aux_loss_coef. Not part of the validation loss."
     ),
 ]
-Proportion = Annotated[float, Field(ge=0, le=1), BeforeValidator(_number)]
-BelowOne = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_number)]
-BelowHalf = Annotated[float, Field(ge=0, lt=0.5), BeforeValidator(_number)]
-Steps = Annotated[Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)], BeforeValidator(_steps)]
+Proportion = Annotated[float, Field(ge=0, le=1), BeforeValidator(_check_number)]
+BelowOne = Annotated[float, Field(ge=0, lt=1), BeforeValidator(_check_number)]
+BelowHalf = Annotated[float, Field(ge=0, lt=0.5), BeforeValidator(_check_number)]
+Steps = Annotated[Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)], BeforeValidator(_check_steps)]
 HeldOutRows = Annotated[
-    Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] | Text, BeforeValidator(_validation_rows)
+    Annotated[int, Field(ge=1)] | Annotated[float, Field(gt=0, lt=1)] | Text, BeforeValidator(_check_validation_rows)
 ]
-ValidationRows = Annotated[HeldOutRows | None, BeforeValidator(_validation_rows)]
+ValidationRows = Annotated[HeldOutRows | None, BeforeValidator(_check_validation_rows)]
 
 
-def _pattern(value: object) -> object:
+def _check_pattern(value: object) -> object:
     try:
         assert isinstance(value, str) and value
         re.compile(f"(?:{value})")  # so that patterns can be joined
@@ -93,7 +93,7 @@ def _pattern(value: object) -> object:
     return value
 
 
-Pattern = Annotated[Text, BeforeValidator(_pattern)]
+Pattern = Annotated[Text, BeforeValidator(_check_pattern)]
 
 
 # A number and a unit.
@@ -102,7 +102,7 @@ _LONGEST = 168 * 3600.0
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-def seconds_of(time: str) -> float:
+def parse_seconds(time: str) -> float:
     """Return the seconds of a time such as ``10 min``, ``600 s`` or ``1.5 h``. Raises ValueError if it is malformed."""
     match = _TIME.fullmatch(time.strip())
     seconds = float(match[1]) * _UNITS[match[2][0]] if match else 0.0
@@ -124,7 +124,7 @@ class Rate(NamedTuple):
     seconds: float
 
 
-def rate_of(rate: str) -> Rate:
+def parse_rate(rate: str) -> Rate:
     """Return a rate such as ``3 per hour``, ``10 per day`` or ``off``. Raises ValueError if it is malformed."""
     if rate == "off":
         return Rate(0, _RATE_SECONDS["hour"])
@@ -134,12 +134,12 @@ def rate_of(rate: str) -> Rate:
     return Rate(int(match[1]), _RATE_SECONDS[match[2]])
 
 
-def _rate(value: object) -> object:
+def _check_rate(value: object) -> object:
     if value is False or (value == 0 and not isinstance(value, bool)):  # YAML reads `off` as false
         return "off"
     try:
         assert isinstance(value, str)
-        rate_of(value)
+        parse_rate(value)
     except (AssertionError, ValueError):
         raise PydanticCustomError(
             "rate", f"a number of restarts such as 3 per hour or 10 per day (at most {_MAX_PER_PERIOD}), 0 or off"
@@ -147,12 +147,12 @@ def _rate(value: object) -> object:
     return value
 
 
-def _interval(value: object) -> object:
+def _check_interval(value: object) -> object:
     if value is None or value == "auto" or is_count(value, least=1):
         return value
     try:
         assert isinstance(value, str)
-        seconds_of(value)
+        parse_seconds(value)
     except (AssertionError, ValueError):
         raise PydanticCustomError(
             "interval", "a whole number of steps, a time such as 10 min or 600 s, auto, or null"
@@ -171,7 +171,7 @@ _UNTIL = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?) ?([kMBT]?) ?(steps?|tokens?)")
 _THOUSANDS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
-def until_of(text: str) -> Until:
+def parse_until(text: str) -> Until:
     """Return a point such as ``1000 steps`` or ``2.5B tokens``. Raises ValueError if it is malformed."""
     match = _UNTIL.fullmatch(text.strip())
     count = Decimal(match[1].replace("_", "")) * _THOUSANDS[match[2]] if match else Decimal(0)
@@ -180,32 +180,32 @@ def until_of(text: str) -> Until:
     return Until(int(count), "steps" if match[3].startswith("step") else "tokens")
 
 
-def _until(value: object) -> object:
+def _check_until(value: object) -> object:
     try:
         assert isinstance(value, str)
-        until_of(value)
+        parse_until(value)
     except (AssertionError, ValueError):
         message = "a number of steps or tokens since the first step, such as 1000 steps, 500M tokens or 2.5B tokens"
         raise PydanticCustomError("until", message) from None
     return value
 
 
-UntilText = Annotated[Text, BeforeValidator(_until)]
+UntilText = Annotated[Text, BeforeValidator(_check_until)]
 
 
-def _time(value: object) -> object:
+def _check_time(value: object) -> object:
     try:
         assert isinstance(value, str)
-        seconds = seconds_of(value)
+        seconds = parse_seconds(value)
         assert 1 <= seconds <= _LONGEST
     except (AssertionError, ValueError):
         raise PydanticCustomError("time", "a time such as 10 min or 600 s, of at least 1 s and at most 168 h") from None
     return value
 
 
-Time = Annotated[Text, BeforeValidator(_time)]
-Restarts = Annotated[Text, BeforeValidator(_rate)]
-Interval = Annotated[Annotated[int, Field(ge=1)] | Text | None, BeforeValidator(_interval)]
+Time = Annotated[Text, BeforeValidator(_check_time)]
+Restarts = Annotated[Text, BeforeValidator(_check_rate)]
+Interval = Annotated[Annotated[int, Field(ge=1)] | Text | None, BeforeValidator(_check_interval)]
 
 
 class Section(BaseModel):

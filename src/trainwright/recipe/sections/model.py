@@ -12,10 +12,10 @@ from pydantic_core import PydanticCustomError
 from trainwright.errors import RequestError
 from trainwright.recipe.adapter_spec import AdapterSpec
 from trainwright.recipe.extensions import is_file
-from trainwright.recipe.modalities import text_part
+from trainwright.recipe.modalities import select_text_config
 from trainwright.recipe.registries import ADAPTERS, ATTENTION_KERNELS
 from trainwright.recipe.sections.fields import BelowOne, Count, Pattern, Positive, Registered, Section, Text
-from trainwright.utils.paths import user_path
+from trainwright.utils.paths import expand_user_path
 
 _ATTENTIONS = ("auto", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex")
 OWN = "own_module"  # model_type of a torch module of the user's own
@@ -45,7 +45,7 @@ _REFUSED = {
 }
 
 
-def _layers(value: object) -> object:
+def _parse_layers(value: object) -> object:
     if isinstance(value, str) and (match := re.fullmatch(r"(\d+)\s*-\s*(\d+)", value)):
         first, last = int(match[1]), int(match[2])
         if first <= last < _COUNTS[0][1]:
@@ -89,7 +89,7 @@ class AdapterSection(Section):
         "experts.down_proj]: models that keep the matrices of all experts in one parameter have no linear modules for "
         "them. Each expert gets matrices of its own. targets may be [] beside them.",
     )
-    layers: Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_layers)] | None = Field(
+    layers: Annotated[list[Annotated[int, Field(ge=0)]], BeforeValidator(_parse_layers)] | None = Field(
         None, description="Numbers of the blocks to adapt, such as [0, 1, 2], or a range, 8-15. Default: all."
     )
     initialization: Literal["default", "gaussian", "pissa", "olora"] = Field(
@@ -153,15 +153,15 @@ class AdapterSection(Section):
         return {**meant, **values, "type": meant["type"]}
 
 
-def _or_one_word(schema: dict[str, Any]) -> None:
+def _allow_one_word(schema: dict[str, Any]) -> None:
     schema["anyOf"] = [{"enum": list(SHORT_FORMS)}, {"$ref": schema.pop("$ref")}]
 
 
-def _implementation(value: object) -> object:
+def _check_implementation(value: object) -> object:
     if value not in ("transformers", "gpt") and not (isinstance(value, str) and re.fullmatch(_CLASS, value)):
         raise PydanticCustomError("implementation", "transformers, gpt, module:Class or file.py:Class")
     # As a whole path, so that a run can be used from any directory.
-    return f"{user_path(value).absolute()}" if isinstance(value, str) and is_file(value) else value
+    return f"{expand_user_path(value).absolute()}" if isinstance(value, str) and is_file(value) else value
 
 
 _IMPLEMENTATIONS = {"anyOf": [{"enum": ["transformers", "gpt"]}, {"type": "string", "pattern": f"^{_CLASS}$"}]}
@@ -176,7 +176,7 @@ _OF_SHAPES = re.compile(
 )
 
 
-def _overrides(value: Any) -> Any:
+def _check_overrides(value: Any) -> Any:
     """Check that weights of the configuration still fit it."""
     for key in value if isinstance(value, dict) else ():
         if _OF_SHAPES.search(str(key)):
@@ -205,7 +205,7 @@ class AddedTokensSection(Section):
         return [*self.ordinary, *self.special]
 
 
-def _or_a_list(schema: dict[str, Any]) -> None:
+def _allow_list(schema: dict[str, Any]) -> None:
     schema["anyOf"] = [{"type": "array", "items": {"type": "string"}}, {"$ref": schema.pop("$ref")}]
 
 
@@ -222,14 +222,14 @@ class ModelSection(Section):
         description="A transformers configuration, including model_type, for a randomly initialized model. Set "
         "either this or name.",
     )
-    overrides: Annotated[dict[str, Any], BeforeValidator(_overrides)] = Field(
+    overrides: Annotated[dict[str, Any], BeforeValidator(_check_overrides)] = Field(
         default_factory=dict,
         description="Values to change in the configuration of the model given by name, such as rope_scaling: "
         "{rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768} or max_position_embeddings: 131072. "
         "They are saved with the trained model.",
     )
     gguf_file: Text | None = Field(None, description="GGUF file to read in the repository or directory given by name.")
-    implementation: Annotated[str, BeforeValidator(_implementation), WithJsonSchema(_IMPLEMENTATIONS)] = Field(
+    implementation: Annotated[str, BeforeValidator(_check_implementation), WithJsonSchema(_IMPLEMENTATIONS)] = Field(
         "transformers",
         description="Implementation of the model given by name. gpt: Trainwright's own decoder, for gpt2, llama and "
         "qwen3; it is saved in the original architecture. With config, use model_type gpt instead. module:Class or "
@@ -263,7 +263,7 @@ class ModelSection(Section):
         description="Tokens to add to the tokenizer, as a list or as {ordinary, special}. Tokens beyond the embeddings "
         "of the model in name get new rows there and in the head, which begin at the mean of the others (as "
         "resize_token_embeddings of transformers) and are trained; the chat template can end turns with one.",
-        json_schema_extra=_or_a_list,
+        json_schema_extra=_allow_list,
     )
     chat_template: Text | None = Field(
         None,
@@ -298,7 +298,7 @@ class ModelSection(Section):
         default_factory=AdapterSection,
         description="Adapter to train instead of the model's own weights: none, lora, rslora, dora, oft or qlora, or "
         "a section with its settings.",
-        json_schema_extra=_or_one_word,
+        json_schema_extra=_allow_one_word,
     )
 
     @property
@@ -314,14 +314,14 @@ class ModelSection(Section):
         without = "".join(rf"(?!(?:{pattern})\Z)" for pattern in self.frozen)
         return tuple(f"{without}(?:{pattern})" if without else pattern for pattern in self.trainable or [".*"])
 
-    def overridden(self, configuration: Mapping[str, Any]) -> Mapping[str, Any]:
+    def override_configuration(self, configuration: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a configuration, as its file has it, with the values of ``overrides``.
 
         Raises:
             RequestError: the file has rotary positions by kind of layer, and a single one is set.
         """
-        if text_part(configuration) is not configuration:
-            return {**configuration, "text_config": self.overridden(configuration["text_config"])}
+        if select_text_config(configuration) is not configuration:
+            return {**configuration, "text_config": self.override_configuration(configuration["text_config"])}
         fields = {**configuration, **self.overrides}
         rope = configuration.get("rope_parameters")
         older = {key: self.overrides[key] for key in OLDER_ROPE_KEYS if key in self.overrides}
@@ -341,7 +341,7 @@ class ModelSection(Section):
         if self.config is None:
             return None
         if not self.is_own:
-            return dict(text_part(self.config))
+            return dict(select_text_config(self.config))
         size = {"vocab_size": self.config["vocab_size"]} if "vocab_size" in self.config else {}
         return {"model_type": OWN, "implementation": self.implementation, "arguments": self.config, **size}
 
@@ -360,36 +360,36 @@ _LARGEST = 2**40  # of any number: more than the parameters of today's largest m
 _DEEPEST = 64
 
 
-def absurd_sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def check_config_sizes(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the dotted key and the problem for every impossible number."""
     stack: list[tuple[str, Any, int]] = [("", config, 0)]
     while stack:
         key_path, value, depth = stack.pop()
         if isinstance(value, Mapping) and depth < _DEEPEST:
             stack += [(f"{key_path}.{key}" if key_path else str(key), item, depth + 1) for key, item in value.items()]
-        elif isinstance(value, int) and not isinstance(value, bool) and (reason := _absurd(key_path, value)):
+        elif isinstance(value, int) and not isinstance(value, bool) and (reason := _check_size(key_path, value)):
             yield key_path, reason
 
 
 def check_sizes(config: Mapping[str, Any], origin: str) -> None:
     """Check a configuration before anything is built from it. Raises RequestError, which begins with ``origin``."""
-    if lines := [f"{origin}: {key}: {reason}" for key, reason in absurd_sizes(config)]:
+    if lines := [f"{origin}: {key}: {reason}" for key, reason in check_config_sizes(config)]:
         raise RequestError("\n".join(lines[:10]))
 
 
-def _absurd(key: str, value: int) -> str | None:
+def _check_size(key: str, value: int) -> str | None:
     name = key.rpartition(".")[2]
     if value < 0 and _POSITIVE.search(name):
-        return f"{_shown(value)} is negative"
+        return f"{_format_number(value)} is negative"
     if value == 0 and name in _WIDTHS:
         return "0 is no width of a model"
     if abs(value) > _LARGEST:
-        return f"{_shown(value)} is too large for a model's configuration"
+        return f"{_format_number(value)} is too large for a model's configuration"
     for pattern, limit, noun in _COUNTS:
         if pattern.search(name) and value > limit:
-            return f"{_shown(value)} {noun} are too many (at most {limit:,})"
+            return f"{_format_number(value)} {noun} are too many (at most {limit:,})"
     return None
 
 
-def _shown(value: int) -> str:
+def _format_number(value: int) -> str:
     return f"{value:,}" if abs(value) < 10**30 else f"a number of {value.bit_length() * 3 // 10} digits"

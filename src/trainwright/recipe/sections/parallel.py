@@ -9,16 +9,16 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 from pydantic_core import PydanticCustomError
 
 from trainwright.recipe.registries import STRATEGIES
-from trainwright.recipe.sections.fields import Auto, Count, Registered, Section, Text, Time, is_count, seconds_of
-from trainwright.recipe.strategy_spec import StrategySpec, all_specs, spec_of
+from trainwright.recipe.sections.fields import Auto, Count, Registered, Section, Text, Time, is_count, parse_seconds
+from trainwright.recipe.strategy_spec import StrategySpec, load_strategies, look_up_strategy
 
 _MAX_PROCESSES = 1_000_000
 # Every number of a range is checked.
 _MAX_OF_RANGE = 4096
 
 
-def _with_summaries(schema: dict[str, Any]) -> None:
-    summaries = [f"{name}: {spec.summary}." for name, spec in all_specs().items()]
+def _add_summaries(schema: dict[str, Any]) -> None:
+    summaries = [f"{name}: {spec.summary}." for name, spec in load_strategies().items()]
     schema["description"] = " ".join(["How the model is distributed over processes.", *summaries])
 
 
@@ -39,7 +39,7 @@ class ProcessRange(Section):
         return f"{self.min} to {self.max}"
 
 
-def _processes(value: object) -> object:
+def _parse_processes(value: object) -> object:
     if value == "auto" or isinstance(value, ProcessRange) or (is_count(value, least=1) and value <= _MAX_PROCESSES):
         return value
     try:
@@ -55,9 +55,9 @@ def _processes(value: object) -> object:
 class ParallelSection(Section):
     """Distribution of the run over processes; affects only its speed."""
 
-    strategy: Annotated[str, Registered(STRATEGIES, ("auto",))] = Field("auto", json_schema_extra=_with_summaries)
+    strategy: Annotated[str, Registered(STRATEGIES, ("auto",))] = Field("auto", json_schema_extra=_add_summaries)
     num_processes: Annotated[
-        Annotated[Count, Field(le=_MAX_PROCESSES)] | ProcessRange | Auto, BeforeValidator(_processes)
+        Annotated[Count, Field(le=_MAX_PROCESSES)] | ProcessRange | Auto, BeforeValidator(_parse_processes)
     ] = Field(
         "auto",
         description="Number of worker processes. auto: one per GPU; on CPUs, the fastest number. {min: 1, max: 8}: as "
@@ -101,7 +101,7 @@ class ParallelSection(Section):
     @property
     def spec(self) -> StrategySpec | None:
         """Return the spec of the strategy; None if it is auto."""
-        return None if self.strategy == "auto" else spec_of(self.strategy)
+        return None if self.strategy == "auto" else look_up_strategy(self.strategy)
 
     @property
     def processes(self) -> int | Auto:
@@ -119,13 +119,13 @@ _NAME = re.compile(r"[\w.,@+-]+", re.ASCII)
 _ARRAY = re.compile(r"\d+(?:-\d+(?::\d+)?)?(?:,\d+(?:-\d+(?::\d+)?)?)*(?:%\d+)?")
 
 
-def job_seconds(time: str) -> int:
+def parse_job_seconds(time: str) -> int:
     """Return the seconds of a job's time limit: ``4:00:00``, ``1-12:00:00`` or ``90`` (minutes) as Slurm reads them, or
     ``4 h``. Raises ValueError if it is malformed.
     """
     match = _SLURM_TIME.fullmatch(time.strip())
     if match is None:
-        return round(seconds_of(time))
+        return round(parse_seconds(time))
     parts = [int(match[name]) for name in ("first", "second", "third") if match[name] is not None]
     days = int(match["days"] or 0)
     # minutes, minutes:seconds, hours:minutes:seconds; days-hours, days-hours:minutes, days-hours:minutes:seconds
@@ -136,29 +136,29 @@ def job_seconds(time: str) -> int:
     return seconds
 
 
-def _time(value: object) -> object:
+def _check_time(value: object) -> object:
     try:
-        if isinstance(value, str) and job_seconds(value):
+        if isinstance(value, str) and parse_job_seconds(value):
             return value
     except ValueError:
         pass
     raise PydanticCustomError("time", 'a time such as 4 h, or in quotes "4:00:00" or "1-12:00:00"')
 
 
-def _name(value: str) -> str:
+def _check_name(value: str) -> str:
     if not _NAME.fullmatch(value):
         raise PydanticCustomError("name", "a name of letters, digits, '.', ',', '_', '@', '+' and '-'")
     return value
 
 
-def _array(value: object) -> object:
+def _check_array(value: object) -> object:
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
     if not isinstance(text, str) or not _ARRAY.fullmatch(text):
         raise PydanticCustomError("array", "indices such as 0-9, 1,3,7 or 0-99%4 (at most four at once)")
     return text
 
 
-Name = Annotated[Text, AfterValidator(_name)]
+Name = Annotated[Text, AfterValidator(_check_name)]
 
 
 class JobSection(Section):
@@ -172,12 +172,12 @@ class JobSection(Section):
     cpus_per_node: Count | None = Field(
         None, description="Number of CPUs of each node. Default: the share of a node's CPUs that its GPUs have."
     )
-    time: Annotated[str, BeforeValidator(_time)] | None = Field(
+    time: Annotated[str, BeforeValidator(_check_time)] | None = Field(
         None, description="Time limit: 4 h, or as Slurm writes it, 4:00:00 or 1-12:00:00. Default: the partition's."
     )
     partition: Name | None = Field(None, description="Partition, or several with commas. Default: the scheduler's.")
     account: Name | None = Field(None, description="Account that is charged. Default: the user's.")
-    array: Annotated[str, BeforeValidator(_array)] | None = Field(
+    array: Annotated[str, BeforeValidator(_check_array)] | None = Field(
         None,
         description="Indices of an array of jobs, such as 0-9 or 0-99%4. Each element has its own run, named by its "
         "index, and {element} in an override is replaced by it.",
@@ -197,7 +197,7 @@ class JobSection(Section):
         description="With Kubernetes: a JobSet, a TrainJob of Kubeflow Trainer 2 with its runtime, or a "
         "PyTorchJob of the Kubeflow training operator 1. Default: jobset.",
     )
-    grace: Annotated[str, BeforeValidator(_time)] | None = Field(
+    grace: Annotated[str, BeforeValidator(_check_time)] | None = Field(
         None,
         description="With Kubernetes: time from the signal that ends a pod to its kill, in which a checkpoint is "
         "written. Default: 2 min.",

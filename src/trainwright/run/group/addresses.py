@@ -19,7 +19,7 @@ _LOOK_AGAIN_SECONDS = 1.0
 _ELSEWHERE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 
 
-def in_words(address: str, port: int | str) -> str:
+def format_address(address: str, port: int | str) -> str:
     """Return ``address:port``, with brackets around an IPv6 address."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
@@ -29,7 +29,7 @@ def is_loopback(address: str) -> bool:
     return address in ("localhost", "::1") or address.startswith("127.")
 
 
-def to_listen_at(
+def resolve_own_address(
     address: str, seconds: float, meanwhile: Callable[[], None] = lambda: None
 ) -> tuple[socket.AddressFamily, str]:
     """Return the family and the number of this machine's ``address`` to bind to; "" is all addresses.
@@ -47,7 +47,7 @@ def to_listen_at(
     deadline, is_shown = time.monotonic() + seconds, False
     while True:
         try:
-            family, number = _looked_up(address)
+            family, number = _look_up_address(address)
         except OSError as error:
             if time.monotonic() >= deadline:
                 raise MachineError(
@@ -63,14 +63,14 @@ def to_listen_at(
         time.sleep(_LOOK_AGAIN_SECONDS)
 
 
-def interface_of(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     """Return the name of this machine's network interface that leads to `address`, or None if unknown.
 
     If `address` is this machine's own name, which often resolves to loopback in /etc/hosts (127.0.1.1 on Debian), it is
     the interface of the default route, through which other machines connect.
     """
     try:
-        family, number = _looked_up(address)
+        family, number = _look_up_address(address)
         if _is_loopback_number(number) and not is_loopback(address):
             number = _ELSEWHERE[family]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -86,7 +86,7 @@ def interface_of(address: str) -> str | None:
 
 def set_interfaces(address: str) -> None:
     """Set the network for gloo, and for NCCL if all processes are on one machine; the user's own values are kept."""
-    interface = interface_of(address)
+    interface = find_interface(address)
     if interface is None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -94,7 +94,7 @@ def set_interfaces(address: str) -> None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
-def _looked_up(address: str) -> tuple[socket.AddressFamily, str]:
+def _look_up_address(address: str) -> tuple[socket.AddressFamily, str]:
     """Return the family and number of an address, IPv4 if it has one. Raises OSError."""
     resolved = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     family, *_, socket_address = min(resolved, key=lambda each: each[0] != socket.AF_INET)

@@ -1,7 +1,7 @@
 """Consistency checks before the first step: every process is compared with the recipe and with the others.
 
-There are two checks, because a strategy can only be built by processes that agree: ``agree`` compares recipe, data,
-weights, devices and software after the rendezvous, ``check_layout`` the resulting strategy and precision.
+There are two checks, because a strategy can only be built by processes that agree: ``check_agreement`` compares recipe,
+data, weights, devices and software after the rendezvous, ``check_layout`` the resulting strategy and precision.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from trainwright import __version__
 from trainwright.data.stream.stream import MicroBatch
 from trainwright.engine.task import Task
 from trainwright.errors import MachineError
-from trainwright.machine.accelerators import HIDE, ON_PURPOSE, refuse_unusable, with_device
+from trainwright.machine.accelerators import HIDE, ON_PURPOSE, refuse_unusable, restrict_to_device
 from trainwright.machine.machine import Machine
-from trainwright.parallel.layout import ModelLayout, copies_held, planned_layout
+from trainwright.parallel.layout import ModelLayout, build_planned_layout, count_copies
 from trainwright.parallel.strategy import Strategy
 from trainwright.parallel.world import RankInfo, World
 from trainwright.recipe.schema import RecipeSchema
-from trainwright.utils.text import ranks_in_words
+from trainwright.utils.text import format_ranks
 
 # Variables that change numbers or what is executed, without a trace in the recipe.
 _VARIABLES = (
@@ -69,7 +69,7 @@ class View:
         return cls({key: repr(value) for key, value in actual.items()}, {k: repr(each) for k, each in planned.items()})
 
 
-def usable_device(machine: Machine, rank_info: RankInfo | None, device: str | None = None) -> str:
+def choose_device(machine: Machine, rank_info: RankInfo | None, device: str | None = None) -> str:
     """Return the type of the device to compute on, as in torch. Without a ``rank_info``, read it from the
     environment.
 
@@ -82,7 +82,7 @@ def usable_device(machine: Machine, rank_info: RankInfo | None, device: str | No
     if device is None:
         refuse_unusable(machine)
     else:
-        machine = with_device(machine, device)
+        machine = restrict_to_device(machine, device)
     if machine.device == "cpu":
         return machine.device
     hide = f"or {HIDE if device is None else ON_PURPOSE}"
@@ -99,25 +99,27 @@ def usable_device(machine: Machine, rank_info: RankInfo | None, device: str | No
     return machine.device
 
 
-def agree(recipe: RecipeSchema, task: Task, world: World) -> None:
+def check_agreement(recipe: RecipeSchema, task: Task, world: World) -> None:
     """Compare the processes before a strategy is built on them. Every rank must call.
 
     Raises:
         MachineError: on all ranks, naming every difference and the ranks that have it.
     """
     first = task.stream.global_batch(0)
-    share = first.for_rank(world.rank, world.size)
+    share = first.select_for_rank(world.rank, world.size)
     values: dict[tuple[str, str], Any] = {
         ("processes", "number"): dist.get_world_size() if dist.is_initialized() else 1,
         ("device", "type"): world.device.type,
         ("data", "train"): task.stream.dataset.fingerprint,
         ("data", "validation"): task.validation.dataset.fingerprint if task.validation is not None else None,
         ("batches", "micro-batches per step"): len(share),
-        **{("software", name): version for name, version in _versions().items()},
-        **{("settings", name): value for name, value in _settings().items()},
-        **{("recipe", name): value for name, value in _keys(recipe)},
+        **{("software", name): version for name, version in _read_versions().items()},
+        **{("settings", name): value for name, value in _read_settings().items()},
+        **{("recipe", name): value for name, value in _iterate_keys(recipe)},
     }
-    if (weights := _fingerprint(task.module) if task.weights is None else task.weights.fingerprint()) is not None:
+    if (
+        weights := _fingerprint_weights(task.module) if task.weights is None else task.weights.fingerprint()
+    ) is not None:
         values["weights", "fingerprint"] = weights
     planned: dict[tuple[str, str], Any] = {("processes", "number"): recipe.parallel.num_processes}
     if recipe.parallel.device != "auto":
@@ -126,13 +128,13 @@ def agree(recipe: RecipeSchema, task: Task, world: World) -> None:
     examples = sum(len(micro.examples) for micro in first.micro_batches)
     if steps != "auto" and recipe.data.pack_length is None and examples == recipe.train.global_batch_size:
         planned["batches", "micro-batches per step"] = steps
-    local = (View.of(values, planned), _gpu(world.device), _with_targets(share))
+    local = (View.of(values, planned), _identify_gpu(world.device), _list_with_targets(share))
     gathered: list[Any] = [local] if world.alone else world.gather(local, View)
     views, gpus, deals = ([rank[part] for rank in gathered] for part in range(3))
-    dealt = _wrongly_dealt(
-        itertools.chain.from_iterable(deals), _with_targets(share if world.alone else first.micro_batches)
+    dealt = _check_dealt(
+        itertools.chain.from_iterable(deals), _list_with_targets(share if world.alone else first.micro_batches)
     )
-    _refuse([*_differences(views), *_shared_gpus(gpus), *dealt], world)
+    _refuse([*_iterate_differences(views), *_check_shared_gpus(gpus), *dealt], world)
 
 
 def check_layout(recipe: RecipeSchema, dtype: torch.dtype, strategy: Strategy) -> ModelLayout:
@@ -146,28 +148,30 @@ def check_layout(recipe: RecipeSchema, dtype: torch.dtype, strategy: Strategy) -
     """
     world = strategy.world
     masters = recipe.optimizer.master_weights
-    planned = asdict(planned_layout(recipe.parallel, dtype, world.device.type, master_weights=masters))
+    planned = asdict(build_planned_layout(recipe.parallel, dtype, world.device.type, master_weights=masters))
     local = strategy.layout()
     gathered: list[tuple[str, ModelLayout]] = world.gather((strategy.name, local), ModelLayout)
     layouts = [layout for _, layout in gathered]
-    held_copies = copies_held(layouts, [layout.held for layout in layouts], planned["held_copies"])
-    updated = copies_held(layouts, [layout.updated for layout in layouts], planned["updated_copies"])
+    held_copies = count_copies(layouts, [layout.held for layout in layouts], planned["held_copies"])
+    updated = count_copies(layouts, [layout.updated for layout in layouts], planned["updated_copies"])
     views = []
     for name, layout in gathered:
         values: dict[str, Any] = {"strategy": name, **asdict(layout)}
         for of_one_rank in ("local_shape", "held", "updated"):
             del values[of_one_rank]
         values |= {} if world.alone else {"held_copies": held_copies, "updated_copies": updated}
-        views.append(View.of(_layout_keys(values), _layout_keys({"strategy": recipe.parallel.strategy, **planned})))
-    _refuse(_differences(views), world)
+        views.append(
+            View.of(_build_layout_keys(values), _build_layout_keys({"strategy": recipe.parallel.strategy, **planned}))
+        )
+    _refuse(_iterate_differences(views), world)
     return local
 
 
-def _layout_keys(values: dict[str, Any]) -> dict[tuple[str, str], Any]:
+def _build_layout_keys(values: dict[str, Any]) -> dict[tuple[str, str], Any]:
     return {("layout", name.replace("_", " ")): value for name, value in values.items()}
 
 
-def _differences(views: Sequence[View]) -> Iterator[tuple[str, str]]:
+def _iterate_differences(views: Sequence[View]) -> Iterator[tuple[str, str]]:
     """Yield group and line for every difference of a rank from rank 0's recipe or from the other ranks."""
     planned = views[0].planned
     for key in dict.fromkeys(itertools.chain.from_iterable(view.actual for view in views)):
@@ -180,28 +184,28 @@ def _differences(views: Sequence[View]) -> Iterator[tuple[str, str]]:
             wrong = {value: who for value, who in ranks.items() if value != planned[key]}
             if wrong:
                 source = _ASKED.get(group, "the recipe asks for")
-                yield group, f"{group}: {name}: {source} {planned[key]}, and it is {_who(wrong)}"
+                yield group, f"{group}: {name}: {source} {planned[key]}, and it is {_describe_ranks(wrong)}"
         elif len(ranks) > 1:
-            yield group, f"{group}: {name}: {_who(ranks)}"
+            yield group, f"{group}: {name}: {_describe_ranks(ranks)}"
 
 
-def _who(ranks: dict[str, list[int]]) -> str:
-    return ", ".join(f"{value} on {ranks_in_words(who)}" for value, who in ranks.items())
+def _describe_ranks(ranks: dict[str, list[int]]) -> str:
+    return ", ".join(f"{value} on {format_ranks(who)}" for value, who in ranks.items())
 
 
-def _shared_gpus(gpus: Sequence[str | None]) -> Iterator[tuple[str, str]]:
+def _check_shared_gpus(gpus: Sequence[str | None]) -> Iterator[tuple[str, str]]:
     for gpu in dict.fromkeys(gpus):
         ranks = [rank for rank, other in enumerate(gpus) if other == gpu]
         if gpu is not None and len(ranks) > 1:
-            yield "device", f"device: {ranks_in_words(ranks)} are on the same GPU ({gpu}), instead of one each"
+            yield "device", f"device: {format_ranks(ranks)} are on the same GPU ({gpu}), instead of one each"
 
 
-def _with_targets(micro_batches: Iterable[MicroBatch]) -> list[int]:
+def _list_with_targets(micro_batches: Iterable[MicroBatch]) -> list[int]:
     """Return the indices of the micro-batches that are not zero-weight passes."""
     return [micro.index for micro in micro_batches if micro.weight]
 
 
-def _wrongly_dealt(dealt: Iterable[int], expected: Sequence[int]) -> Iterator[tuple[str, str]]:
+def _check_dealt(dealt: Iterable[int], expected: Sequence[int]) -> Iterator[tuple[str, str]]:
     """Yield the micro-batches of the first global batch that are missing or assigned twice."""
     together = sorted(dealt)
     if together != sorted(expected):
@@ -224,7 +228,7 @@ def _refuse(lines: Iterable[tuple[str, str]], world: World) -> None:
     )
 
 
-def _keys(recipe: RecipeSchema) -> Iterator[tuple[str, Any]]:
+def _iterate_keys(recipe: RecipeSchema) -> Iterator[tuple[str, Any]]:
     """Yield every key except where the run is written, which may differ between machines."""
     for section, values in recipe.model_dump(exclude={"logging"}).items():
         if isinstance(values, dict):
@@ -233,7 +237,7 @@ def _keys(recipe: RecipeSchema) -> Iterator[tuple[str, Any]]:
             yield section, values
 
 
-def _versions() -> dict[str, str | None]:
+def _read_versions() -> dict[str, str | None]:
     versions: dict[str, str | None] = {
         "trainwright": __version__,
         "python": ".".join(platform.python_version_tuple()[:2]),
@@ -249,7 +253,7 @@ def _versions() -> dict[str, str | None]:
     return versions
 
 
-def _settings() -> dict[str, Any]:
+def _read_settings() -> dict[str, Any]:
     """Return the settings outside the recipe that change numbers."""
     return {
         "default dtype": str(torch.get_default_dtype()),
@@ -259,13 +263,13 @@ def _settings() -> dict[str, Any]:
     }
 
 
-def _gpu(device: torch.device) -> str | None:
+def _identify_gpu(device: torch.device) -> str | None:
     if device.type == "cpu":
         return None
     return f"{platform.node()} {torch.get_device_module(device).get_device_properties(device).uuid}"
 
 
-def _fingerprint(module: nn.Module) -> str:
+def _fingerprint_weights(module: nn.Module) -> str:
     """Return a fingerprint of the names, shapes and a sample of the weights."""
     digest = hashlib.sha256()
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):

@@ -28,15 +28,15 @@ class Member:
     def here(cls, environment: LaunchEnvironment) -> Member:
         """Describe this process."""
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-        return cls(socket.gethostname(), environment.node, environment.local_rank, visible_gpus(), tuple(cores))
+        return cls(socket.gethostname(), environment.node, environment.local_rank, list_visible_gpus(), tuple(cores))
 
     @classmethod
     def read(cls, posted: Mapping[str, object]) -> Member:
-        """Build from the values of ``posted``."""
+        """Build from the values of ``to_plain``."""
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in posted.items()}
         return cls(**values)  # type: ignore[arg-type]
 
-    def posted(self) -> dict[str, object]:
+    def to_plain(self) -> dict[str, object]:
         """Return the member as plain values."""
         return asdict(self)
 
@@ -52,26 +52,26 @@ class DeviceSlot:
     local_size: int = 1
 
 
-def device_slots(members: Sequence[Member]) -> list[DeviceSlot]:
+def assign_device_slots(members: Sequence[Member]) -> list[DeviceSlot]:
     """Return a slot for every rank. Raises MachineError if the processes do not fit on their machines."""
-    _same_version(members)
+    _check_same_version(members)
     slots: dict[int, DeviceSlot] = {}
-    for ranks in _machines(members):
+    for ranks in _iterate_machines(members):
         here = [members[rank] for rank in ranks]
-        _distinct_local_ranks(ranks, here)
-        apart = _gpus_suffice(members[0], here)
-        bound = _disjoint([member.cores for member in here])
+        _check_local_ranks(ranks, here)
+        apart = _has_enough_gpus(members[0], here)
+        bound = _is_disjoint([member.cores for member in here])
         for rank, member in zip(ranks, here, strict=True):
             slots[rank] = DeviceSlot(0 if apart else member.local_rank, bound, len(here))
     return [slots[rank] for rank in range(len(members))]
 
 
-def first_ranks(members: Sequence[Member]) -> list[int]:
+def list_first_ranks(members: Sequence[Member]) -> list[int]:
     """Return the first rank of each machine, rank 0 first."""
-    return [ranks[0] for ranks in _machines(members)]
+    return [ranks[0] for ranks in _iterate_machines(members)]
 
 
-def visible_gpus() -> tuple[str, ...]:
+def list_visible_gpus() -> tuple[str, ...]:
     """Return the identities of the GPUs that this process sees, so that processes can tell whether they share one."""
     from trainwright.machine.detect import detect
 
@@ -100,14 +100,14 @@ def visible_gpus() -> tuple[str, ...]:
     return tuple(chosen)
 
 
-def _machines(members: Sequence[Member]) -> Iterator[list[int]]:
+def _iterate_machines(members: Sequence[Member]) -> Iterator[list[int]]:
     """Yield the ranks that share a machine, by the machine's name and the launcher's number for it."""
     keys = list(dict.fromkeys((member.host, member.node) for member in members))
     for key in keys:
         yield [rank for rank, member in enumerate(members) if (member.host, member.node) == key]
 
 
-def _same_version(members: Sequence[Member]) -> None:
+def _check_same_version(members: Sequence[Member]) -> None:
     other = next((member for member in members if member.version != members[0].version), None)
     if other is not None:
         raise MachineError(
@@ -116,7 +116,7 @@ def _same_version(members: Sequence[Member]) -> None:
         )
 
 
-def _distinct_local_ranks(ranks: Sequence[int], here: Sequence[Member]) -> None:
+def _check_local_ranks(ranks: Sequence[int], here: Sequence[Member]) -> None:
     rank_of: dict[int, int] = {}
     for rank, member in zip(ranks, here, strict=True):
         if member.local_rank in rank_of:
@@ -127,7 +127,7 @@ def _distinct_local_ranks(ranks: Sequence[int], here: Sequence[Member]) -> None:
         rank_of[member.local_rank] = rank
 
 
-def _gpus_suffice(first: Member, here: Sequence[Member]) -> bool:
+def _has_enough_gpus(first: Member, here: Sequence[Member]) -> bool:
     """Return whether each process sees GPUs of its own, so that it uses its first one."""
     without = next((member for member in here if bool(member.gpus) != bool(first.gpus)), None)
     if without is not None:
@@ -139,7 +139,7 @@ def _gpus_suffice(first: Member, here: Sequence[Member]) -> bool:
             f"{len(here)} processes were started on {here[0].host} for {len(distinct)} "
             f"GPU{'s' * (len(distinct) > 1)}; start one per GPU, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
-    apart = len(here) > 1 and bool(distinct) and _disjoint([member.gpus for member in here])
+    apart = len(here) > 1 and bool(distinct) and _is_disjoint([member.gpus for member in here])
     for member in here:
         if distinct and not apart and member.local_rank >= len(member.gpus):
             raise MachineError(
@@ -149,7 +149,7 @@ def _gpus_suffice(first: Member, here: Sequence[Member]) -> bool:
     return apart
 
 
-def _disjoint(parts: Sequence[Sequence[object]]) -> bool:
+def _is_disjoint(parts: Sequence[Sequence[object]]) -> bool:
     return len({item for part in parts for item in part}) == sum(map(len, parts))
 
 
@@ -168,7 +168,7 @@ def count_devices(machine: Machine) -> int | None:
 
 
 def _show_answering_gpus() -> int:
-    answers = _answers()
+    answers = _query_gpus()
     answering = [name for name in answers if name is not None]
     if len(answering) < len(answers):
         os.environ[_VISIBLE] = ",".join(answering)
@@ -179,7 +179,7 @@ def _show_answering_gpus() -> int:
     return len(answering)
 
 
-def _answers() -> list[str | None]:
+def _query_gpus() -> list[str | None]:
     """Return the UUID of each GPU that was visible at the start, None for one that does not answer."""
     import pynvml
 

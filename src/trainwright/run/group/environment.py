@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainwright.errors import MachineError, RequestError
-from trainwright.run.group.addresses import in_words, is_loopback
-from trainwright.utils.text import quoted
+from trainwright.run.group.addresses import format_address, is_loopback
+from trainwright.utils.text import quote_word
 
 RENDEZVOUS_SECONDS = 600.0  # for which processes and nodes wait for one another, unless the user says how long
 # Below the ephemeral port range (on Linux from 32768).
@@ -73,7 +73,7 @@ class LaunchEnvironment:
         """Return `job` if it is the same on all machines, otherwise None."""
         return None if self.job is None or "parent-" in self.job else self.job
 
-    def torch_variables(self) -> dict[str, str]:
+    def build_torch_variables(self) -> dict[str, str]:
         """Return the variables that torch and DeepSpeed read, for any launcher."""
         return {
             "RANK": str(self.rank),
@@ -95,7 +95,7 @@ def read_environment(variables: Mapping[str, str] | None = None, parent: int | N
             without srun.
     """
     env = Variables(variables)
-    environment = _launched(env, os.getppid() if parent is None else parent)
+    environment = _read_launch(env, os.getppid() if parent is None else parent)
     if environment is None:
         _refuse_bare_allocation(env)
         return LaunchEnvironment("python")
@@ -119,12 +119,12 @@ def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | N
         RequestError: naming the launcher, the command to launch with it, and the variables that show it.
     """
     env = Variables(variables)
-    if (launcher := launcher_of(env, nodes)) is None:
+    if (launcher := find_launcher(env, nodes)) is None:
         return
-    environment = _launched(env, os.getppid())
+    environment = _read_launch(env, os.getppid())
     start, signs = _WORKERS[launcher]
     if launcher == "accelerate launch":
-        signs = " and ".join(accelerate_variables(env))
+        signs = " and ".join(list_accelerate_variables(env))
     as_rank = f" as rank {environment.rank} of {environment.size}" if environment is not None else ""
     instead = f"use `{start} trainwright.worker RECIPE` with it, or run" if command == "train" else "run"
     raise RequestError(
@@ -133,44 +133,44 @@ def refuse_worker(command: str, nodes: int = 1, variables: Mapping[str, str] | N
     )
 
 
-def node_of_srun(nodes: int) -> tuple[int, str] | None:
+def find_srun_node(nodes: int) -> tuple[int, str] | None:
     """Return the index of this node and the rendezvous, if srun has started one process on each of ``nodes`` nodes."""
-    environment = _launched(Variables(), os.getppid())
+    environment = _read_launch(Variables(), os.getppid())
     if environment is None or environment.launcher != "srun" or (environment.size, environment.nodes) != (nodes, nodes):
         return None
-    return environment.node, in_words(str(environment.address), int(environment.port or 0))
+    return environment.node, format_address(str(environment.address), int(environment.port or 0))
 
 
-def launcher_of(variables: Variables, nodes: int = 1) -> str | None:
+def find_launcher(variables: Variables, nodes: int = 1) -> str | None:
     """Return the launcher that started this process as one of several, or None.
 
     One process on each of ``nodes`` machines does not count as several. Accelerate's settings count as its launcher,
     also for one process and where a user has set them.
     """
-    environment = _launched(variables, os.getppid())
-    by_accelerate = bool(accelerate_variables(variables))
+    environment = _read_launch(variables, os.getppid())
+    by_accelerate = bool(list_accelerate_variables(variables))
     if not by_accelerate and (environment is None or environment.size in (1, nodes)):
         return None
     return "accelerate launch" if environment is None or by_accelerate else environment.launcher
 
 
-def accelerate_variables(variables: Variables) -> list[str]:
+def list_accelerate_variables(variables: Variables) -> list[str]:
     """Return the variables that show Accelerate's launcher or ask for one of its plugins."""
-    return [_ACCELERATE] * variables.has(_ACCELERATE) + [*variables.accelerate_plugins().values()]
+    return [_ACCELERATE] * variables.has(_ACCELERATE) + [*variables.list_accelerate_plugins().values()]
 
 
-def _launched(variables: Variables, parent: int) -> LaunchEnvironment | None:
+def _read_launch(variables: Variables, parent: int) -> LaunchEnvironment | None:
     """Return the launcher's environment of this process, or None without a launcher."""
     if variables.has("RANK", "WORLD_SIZE"):
-        return _torch(variables)
-    if not variables.has(*_OPEN_MPI) and not in_slurm_step(variables) and not variables.has("PMI_RANK", "PMI_SIZE"):
+        return _read_torch(variables)
+    if not variables.has(*_OPEN_MPI) and not is_in_slurm_step(variables) and not variables.has("PMI_RANK", "PMI_SIZE"):
         _refuse_partial(variables)
     if variables.has(*_OPEN_MPI):
         return _open_mpi(variables, parent)
-    if in_slurm_step(variables) and not _hydra_inside_slurm(variables):
-        return _slurm(variables)
+    if is_in_slurm_step(variables) and not _is_hydra_inside_slurm(variables):
+        return _read_slurm(variables)
     if variables.has("PMI_RANK", "PMI_SIZE"):
-        return _hydra(variables, parent)
+        return _read_hydra(variables, parent)
     return None
 
 
@@ -226,7 +226,7 @@ class Variables:
         except ValueError:
             raise MachineError(f"the environment variable {name} is not a number: {self._values[name]!r}") from None
 
-    def accelerate_plugins(self) -> dict[str, str]:
+    def list_accelerate_plugins(self) -> dict[str, str]:
         """Return the plugins of Accelerate that are asked for, FSDP and DEEPSPEED, with the variable that does.
 
         A ZeRO stage or a DeepSpeed file without ACCELERATE_USE_DEEPSPEED asks for DeepSpeed.
@@ -239,7 +239,7 @@ class Variables:
         return plugins
 
 
-def _torch(variables: Variables) -> LaunchEnvironment:
+def _read_torch(variables: Variables) -> LaunchEnvironment:
     size = variables.number("WORLD_SIZE", default=1)
     elastic = variables.has("TORCHELASTIC_RUN_ID")
     rank = variables.number("RANK", default=0)
@@ -273,7 +273,7 @@ def _torch(variables: Variables) -> LaunchEnvironment:
 def _refuse_partial(variables: Variables) -> None:
     """Raise if only one of RANK and WORLD_SIZE is set: this process of several would run alone."""
     for name, other, least in (("WORLD_SIZE", "RANK", 2), ("RANK", "WORLD_SIZE", 1), ("LOCAL_RANK", "RANK", 1)):
-        if number_of(variables, name) >= least:
+        if read_number(variables, name) >= least:
             value = variables.text(name)
             raise MachineError(
                 f"{name} is {value} and {other} is not set, so this would be a run of one process; start the processes "
@@ -296,14 +296,14 @@ def _open_mpi(variables: Variables, parent: int) -> LaunchEnvironment:
     local_size = variables.number("OMPI_COMM_WORLD_LOCAL_SIZE", default=1)
     rank = variables.number("OMPI_COMM_WORLD_RANK", default=0)
     job = variables.text("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") or f"parent-{parent}"
-    return _mpi(variables, "mpirun", rank, size, "OMPI_COMM_WORLD_LOCAL_RANK", local_size, job)
+    return _build_mpi(variables, "mpirun", rank, size, "OMPI_COMM_WORLD_LOCAL_RANK", local_size, job)
 
 
-def _hydra(variables: Variables, parent: int) -> LaunchEnvironment:
+def _read_hydra(variables: Variables, parent: int) -> LaunchEnvironment:
     """Read the variables of MPICH and Intel MPI."""
     size = variables.number("PMI_SIZE", default=1)
     local_size = variables.number("MPI_LOCALNRANKS", default=size)
-    return _mpi(
+    return _build_mpi(
         variables,
         "mpiexec",
         variables.number("PMI_RANK", default=0),
@@ -314,7 +314,7 @@ def _hydra(variables: Variables, parent: int) -> LaunchEnvironment:
     )
 
 
-def _mpi(
+def _build_mpi(
     variables: Variables, launcher: str, rank: int, size: int, local: str, local_size: int, job: str
 ) -> LaunchEnvironment:
     return LaunchEnvironment(
@@ -331,17 +331,17 @@ def _mpi(
     )
 
 
-def number_of(variables: Variables, *names: str) -> int:
+def read_number(variables: Variables, *names: str) -> int:
     """Return the value of the first of these that is set; 0 if none is."""
     return variables.number(*names, default=0)
 
 
-def in_slurm_step(variables: Variables) -> bool:
+def is_in_slurm_step(variables: Variables) -> bool:
     """Return whether srun started this process or an ancestor; false in the shell of a batch script."""
     return variables.has("SLURM_PROCID") and (variables.has("SLURM_STEP_ID") or variables.has("SLURM_STEPID"))
 
 
-def _hydra_inside_slurm(variables: Variables) -> bool:
+def _is_hydra_inside_slurm(variables: Variables) -> bool:
     """Return whether srun started mpiexec's daemons, which started this process: the step's ranks are theirs."""
     if not variables.has("PMI_RANK", "PMI_SIZE"):
         return False
@@ -349,7 +349,7 @@ def _hydra_inside_slurm(variables: Variables) -> bool:
     return ours != (variables.text("SLURM_PROCID"), variables.text("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"))
 
 
-def _slurm(variables: Variables) -> LaunchEnvironment:
+def _read_slurm(variables: Variables) -> LaunchEnvironment:
     rank = variables.number("SLURM_PROCID", default=0)
     # Use the step's own numbers: the allocation may be larger than the step.
     size = variables.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", default=1)
@@ -359,11 +359,11 @@ def _slurm(variables: Variables) -> LaunchEnvironment:
         variables.text("SLURM_JOB_ID", "SLURM_JOBID") or "0",
         variables.text("SLURM_STEP_ID", "SLURM_STEPID") or "0",
     )
-    counts = _tasks_per_node(variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    counts = _parse_tasks_per_node(variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     address, port = variables.text("MASTER_ADDR"), variables.number("MASTER_PORT", default=0) or None
     if nodes > 1:
-        address = address or _first_node(variables)
-        port = port or slurm_port(job, step)
+        address = address or _find_first_node(variables)
+        port = port or compute_slurm_port(job, step)
     return LaunchEnvironment(
         launcher="srun",
         rank=rank,
@@ -378,13 +378,13 @@ def _slurm(variables: Variables) -> LaunchEnvironment:
     )
 
 
-def slurm_port(job: str, step: str) -> int:
+def compute_slurm_port(job: str, step: str) -> int:
     """Return the port of a job step: the same on every node, and different for the job's next step."""
     numbers = [int(digits) for digits in re.findall(r"\d+", f"{job} {step}")]
     return _FIRST_PORT + sum(n * 7**i for i, n in enumerate(numbers)) % _PORTS
 
 
-def _tasks_per_node(text: str | None) -> list[int]:
+def _parse_tasks_per_node(text: str | None) -> list[int]:
     """Parse Slurm's tasks per node: `2(x3),1` gives 2, 2, 2, 1."""
     counts: list[int] = []
     for part in (text or "").split(","):
@@ -393,7 +393,7 @@ def _tasks_per_node(text: str | None) -> list[int]:
     return counts
 
 
-def _first_node(variables: Variables) -> str:
+def _find_first_node(variables: Variables) -> str:
     text = variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     try:
         return expand_nodes(text or "")[0]
@@ -404,8 +404,8 @@ def _first_node(variables: Variables) -> str:
 
 
 def _refuse_bare_allocation(variables: Variables) -> None:
-    tasks = max(number_of(variables, "SLURM_NTASKS"), number_of(variables, "SLURM_JOB_NUM_NODES", "SLURM_NNODES"))
-    if tasks > 1 and variables.has("SLURM_JOB_ID") and not in_slurm_step(variables):
+    tasks = max(read_number(variables, "SLURM_NTASKS"), read_number(variables, "SLURM_JOB_NUM_NODES", "SLURM_NNODES"))
+    if tasks > 1 and variables.has("SLURM_JOB_ID") and not is_in_slurm_step(variables):
         raise MachineError(
             f"this Slurm allocation is for {tasks} tasks, and this process was started alone; start them with "
             "srun python -m trainwright.worker …"
@@ -443,7 +443,7 @@ class NodeRendezvous:
     ) -> NodeRendezvous | None:
         """Return the rendezvous of a command's options, or of srun; None for one node. Raises RequestError."""
         if nodes > 1 and node_rank is None and rendezvous is None:
-            node_rank, rendezvous = node_of_srun(nodes) or (None, None)
+            node_rank, rendezvous = find_srun_node(nodes) or (None, None)
         if nodes == 1:
             options = {"--rendezvous": rendezvous, "--node-rank": node_rank, "--rendezvous-timeout": seconds}
             if excess := [name for name, value in options.items() if value is not None]:
@@ -483,19 +483,19 @@ def refuse_more_nodes(arguments: Sequence[str], nodes: int | None, variables: Ma
         RequestError: with the command that uses all of them, and the option that excludes them on purpose.
     """
     env = Variables(variables)
-    there = number_of(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
-    if nodes is not None or there < 2 or in_slurm_step(env):
+    there = read_number(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+    if nodes is not None or there < 2 or is_in_slurm_step(env):
         return
     raise RequestError(
         f"this Slurm allocation has {there} nodes, but this command trains on one; start one process per device on "
-        f"all nodes with `{srun_line(env, there, arguments)}`, or pass --nodes 1 to leave the others idle"
+        f"all nodes with `{format_srun_command(env, there, arguments)}`, or pass --nodes 1 to leave the others idle"
     )
 
 
-def srun_line(env: Variables, nodes: int, arguments: Sequence[str]) -> str:
+def format_srun_command(env: Variables, nodes: int, arguments: Sequence[str]) -> str:
     """Return the command that starts workers on all nodes of the allocation."""
-    tasks = number_of(env, "SLURM_NTASKS")
-    each = number_of(env, "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE") or max(1, tasks // nodes)
+    tasks = read_number(env, "SLURM_NTASKS")
+    each = read_number(env, "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE") or max(1, tasks // nodes)
     # srun sets the number of processes; one that was meant for this machine would contradict it.
     arguments = [word for word in arguments if not word.startswith("parallel.num_processes=")]
     return (
@@ -503,7 +503,7 @@ def srun_line(env: Variables, nodes: int, arguments: Sequence[str]) -> str:
     )
 
 
-def ignored_settings(
+def list_ignored_settings(
     nodes: int | None, processes: int, accelerate_file: Path | None, variables: Mapping[str, str] | None = None
 ) -> Iterator[str]:
     """Yield a line for each setting that is not followed, if ignoring it is harmless.
@@ -514,18 +514,19 @@ def ignored_settings(
     env = Variables(variables)
     if accelerate_file is not None:
         yield (
-            f"{accelerate_file}, Accelerate's default file, is not used: --accelerate-config {quoted(accelerate_file)} "
+            f"{accelerate_file}, Accelerate's default file, is not used: --accelerate-config "
+            f"{quote_word(accelerate_file)} "
             "takes processes, strategy and precision from it"
         )
-    alone = number_of(env, "WORLD_SIZE") <= 1
+    alone = read_number(env, "WORLD_SIZE") <= 1
     if nodes is None and alone and not env.has("RANK") and (address := env.text("MASTER_ADDR")) is not None:
         port = env.text("MASTER_PORT") or "29500"
         yield (
             f"MASTER_ADDR is {address}, which is not used: this command trains on this machine only; for several, "
-            f"pass on each --nodes N --node-rank R --rendezvous {in_words(address, port)}"
+            f"pass on each --nodes N --node-rank R --rendezvous {format_address(address, port)}"
         )
-    tasks = number_of(env, "SLURM_NTASKS")
-    if env.has("SLURM_JOB_ID") and not in_slurm_step(env) and tasks > 1 and tasks != processes:
+    tasks = read_number(env, "SLURM_NTASKS")
+    if env.has("SLURM_JOB_ID") and not is_in_slurm_step(env) and tasks > 1 and tasks != processes:
         yield (
             f"this Slurm allocation is for {tasks} tasks, and {processes} process{'es' * (processes > 1)} "
             f"start{'s' * (processes == 1)} here: parallel.num_processes sets their number"

@@ -28,7 +28,13 @@ from trainwright.recipe.loading import load_recipe
 from trainwright.run.group.peers import GONE, Message, Peers
 from trainwright.run.observers.hooks import after_failure
 from trainwright.run.shutdown.exit_code import record_exit_code
-from trainwright.run.shutdown.failure import describe_failure, error_file, error_record, is_follow_up, record_exception
+from trainwright.run.shutdown.failure import (
+    build_error_record,
+    describe_failure,
+    is_follow_up,
+    locate_error_file,
+    record_exception,
+)
 from trainwright.utils.text import say
 
 _FAILED = "failed"
@@ -69,20 +75,20 @@ class FailureReport:
 
     def clear(self, logs: Path, ranks: int) -> None:
         """Remove what an earlier start of the run left. Rank 0 calls this before the others begin."""
-        for path in (logs / _FIRST, *(error_file(logs, rank) for rank in range(ranks))):
+        for path in (logs / _FIRST, *(locate_error_file(logs, rank) for rank in range(ranks))):
             path.unlink(missing_ok=True)
 
-    def interrupting(self, interrupt: Callable[[], None] | None) -> None:
+    def set_interrupt(self, interrupt: Callable[[], None] | None) -> None:
         """Call ``interrupt`` on a failure elsewhere, instead of ending the process; None restores the latter."""
         self._interrupt = interrupt
 
     def fail(self, error: BaseException) -> int:
         """Report this process's own exception; return the exit code of the run."""
-        record = error_record(error)
+        record = build_error_record(error)
         if self._logs is not None:
             record_exception(error)
             with contextlib.suppress(OSError):
-                error_file(self._logs, self.rank).write_text(json.dumps(record), encoding="utf-8")
+                locate_error_file(self._logs, self.rank).write_text(json.dumps(record), encoding="utf-8")
         if is_follow_up(record) and self._peers is not None and self.heard.wait(_HEAR_SECONDS):
             return self.exit_code
         failure = describe_failure(self.rank, record, self._logs or Path("logs"))
@@ -98,7 +104,7 @@ class FailureReport:
         if message["kind"] not in (_FAILED, GONE) or self.heard.is_set():
             return
         peer, code = message["peer"], message.get("exit_code")
-        self.exit_code = code if type(code) is int and 0 < code < 256 else self._code_of_gone()
+        self.exit_code = code if type(code) is int and 0 < code < 256 else self._choose_exit_code()
         self.text = str(message.get("text") or self._gone(peer))
         if self._logs is not None:
             self._print(self.text, own=False)
@@ -117,7 +123,7 @@ class FailureReport:
         if self.rank == 0 and self._logs is not None:
             record_failure(self._logs.parent, message, waits=False)
 
-    def _code_of_gone(self) -> int:
+    def _choose_exit_code(self) -> int:
         """Return the exit code for a rank that ended without a word: memory that ran out here will run out again."""
         return EXIT_TRAINING if count_memory_kills() > self._killed_for_memory else EXIT_FAULT
 

@@ -176,7 +176,7 @@ class Peers:
         reason: Unproven | NotPeerZero = NotPeerZero(None)
         while True:
             try:
-                line = _Line(_connected(*member.address), peer=0)
+                line = _Line(_connect(*member.address), peer=0)
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise PeerUnreachable(error.strerror or str(error)) from None
@@ -187,7 +187,7 @@ class Peers:
                 try:
                     prove(line.socket, current_secret, PEERS, answered_by, meanwhile)
                     line.send({"kind": _HELLO, "peer": member.index, "job": job})
-                    answer = _answer(line, answered_by, meanwhile)
+                    answer = _await_answer(line, answered_by, meanwhile)
                     if answer.get("kind") == _WELCOME:
                         peers.welcome = answer
                         peers._lines.append(line)
@@ -221,7 +221,7 @@ class Peers:
         """Return the port of this machine's loopback interface at which a store of peer 0 is."""
         return port if self._relay is None else self._relay.to(port)
 
-    def connected(self) -> set[int]:
+    def list_connected(self) -> set[int]:
         """Return the peers that are connected to this one."""
         with self._lock:
             return {line.peer for line in self._lines if line.peer is not None}
@@ -316,7 +316,7 @@ class Peers:
 
     def _handle(self, line: _Line, message: Message) -> list[Message]:
         if line.peer is None:
-            differs = self._differences(message)
+            differs = self._list_differences(message)
             if differs:
                 line.send({"kind": _REFUSED, "differs": differs})
                 self._drop(line)
@@ -341,12 +341,12 @@ class Peers:
             self._send(message, origin=line)
         return [message]
 
-    def _differences(self, message: Message) -> list[str]:
+    def _list_differences(self, message: Message) -> list[str]:
         """Return how the sender differs from this job; empty if it belongs to it."""
         job, peer = message.get("job"), message.get("peer")
         if message["kind"] != _HELLO or not isinstance(job, dict) or not self._is_peer(peer):
             return ["program"]
-        return differences(self.job, job) or (["member"] if peer in self._members else [])
+        return list_differences(self.job, job) or (["member"] if peer in self._members else [])
 
     def _is_peer(self, index: object) -> bool:
         return type(index) is int and 0 <= index < self._size
@@ -357,14 +357,14 @@ class Peers:
                 self._history.append(message)
             elif self._door is None and origin is not None:
                 return  # only peer 0 forwards messages
-            before = self._waiting_for_room()
+            before = self._count_waiting()
             for line in self._lines:
                 if line is not origin and line.peer is not None:
                     line.send(message)
-            if self._waiting_for_room() > before:
+            if self._count_waiting() > before:
                 os.write(self._wake[1], b"x")  # for a thread that polls, and does not know of it
 
-    def _waiting_for_room(self) -> int:
+    def _count_waiting(self) -> int:
         return sum(bool(line.outgoing) for line in self._lines)
 
     def _arrive(self, connection: socket.socket) -> None:
@@ -385,13 +385,13 @@ class Peers:
             each.close()
 
 
-def _connected(address: str, port: int) -> socket.socket:
+def _connect(address: str, port: int) -> socket.socket:
     connection = socket.create_connection((address, port), timeout=_SEND_SECONDS)
     _keep_alive(connection)
     return connection
 
 
-def _answer(line: _Line, until: float, meanwhile: Callable[[], None]) -> Message:
+def _await_answer(line: _Line, until: float, meanwhile: Callable[[], None]) -> Message:
     """Return the first message on a line; empty if none arrived in time."""
     poller = select.poll()
     poller.register(line.socket, select.POLLIN)
@@ -427,7 +427,7 @@ JOB_DIFFERENCES = {
 }
 
 
-def job_of(
+def build_job(
     size: int, arguments: Sequence[str] = (), start: str | None = None, variables: Mapping[str, str] | None = None
 ) -> Job:
     """Return what all members of a start have in common.
@@ -447,7 +447,7 @@ def job_of(
     }
 
 
-def differences(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
+def list_differences(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
     """Return the keys in which two jobs differ."""
     return [key for key in dict.fromkeys([*one, *other]) if one.get(key) != other.get(key)]
 

@@ -26,7 +26,7 @@ import psutil
 from torch.distributed import PrefixStore, TCPStore
 
 from trainwright.errors import FaultError, MachineError
-from trainwright.run.group.addresses import LOOPBACK, in_words, to_listen_at
+from trainwright.run.group.addresses import LOOPBACK, format_address, resolve_own_address
 from trainwright.run.group.environment import LaunchEnvironment
 from trainwright.run.group.peers import (
     JOB_DIFFERENCES,
@@ -37,9 +37,9 @@ from trainwright.run.group.peers import (
     Peers,
     PeerUnreachable,
     Waiting,
-    job_of,
+    build_job,
 )
-from trainwright.run.group.trust import VARIABLE, Unproven, secret_of
+from trainwright.run.group.trust import VARIABLE, Unproven, read_secret
 from trainwright.run.run_directory import RUNS
 
 _STORE_TIMEOUT = timedelta(minutes=15)
@@ -117,7 +117,7 @@ class Rendezvous:
 
         def wait() -> None:
             meanwhile()
-            waiting.tell(lambda: f"{self._missing()} at {in_words(self.address, self.port)}")
+            waiting.tell(lambda: f"{self._missing()} at {format_address(self.address, self.port)}")
 
         members: dict[int, Any] = {}
         for index in range(self.count):
@@ -127,7 +127,8 @@ class Rendezvous:
         if len(members) < self.count and not enough(len(members)):
             raise MachineError(
                 f"{self.count - len(members)} of {self.count} {self.noun}s did not come to "
-                f"{in_words(self.address, self.port)} within {seconds:g} s: {self._missing()}; start them, or increase "
+                f"{format_address(self.address, self.port)} within {seconds:g} s: {self._missing()}; start them, or "
+                "increase "
                 "--rendezvous-timeout"
             )
         return members
@@ -168,29 +169,30 @@ def meet(
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     if member.index == 0:
         listener = _listen(address, port, fix, member.seconds, meanwhile)
-        return rendezvous_of_host(noun, member, job, listener, shared)
-    waiting, where = Waiting(f"{noun} {member.index}", member.seconds), in_words(address, port)
+        return build_host_rendezvous(noun, member, job, listener, shared)
+    waiting, where = Waiting(f"{noun} {member.index}", member.seconds), format_address(address, port)
 
     def tell(reason: str) -> None:
         waiting.tell(lambda: f"{noun} 0 at {where} ({reason})")
 
     try:
-        peers = Peers.join(member, job, lambda: secret_of(member.address, shared)[0], meanwhile, tell)
+        peers = Peers.join(member, job, lambda: read_secret(member.address, shared)[0], meanwhile, tell)
     except PeerUnreachable as error:
         raise MachineError(
-            f"{noun} 0 did not open {in_words(address, port)} within {member.seconds:g} s ({error}); start it, or "
+            f"{noun} 0 did not open {format_address(address, port)} within {member.seconds:g} s ({error}); start it, "
+            "or "
             "increase --rendezvous-timeout"
         ) from None
     except NotPeerZero as error:
-        raise MachineError(_not_member_zero(noun, member, error.differs, fix)) from None
+        raise MachineError(_describe_wrong_member(noun, member, error.differs, fix)) from None
     except Unproven:
-        raise FaultError(unproven(member.address, shared)) from None
-    return rendezvous_of_peer(noun, member, peers)
+        raise FaultError(describe_unproven(member.address, shared)) from None
+    return build_peer_rendezvous(noun, member, peers)
 
 
-def rendezvous_of_host(noun: str, member: Membership, job: Job, listener: socket.socket, shared: Path) -> Rendezvous:
+def build_host_rendezvous(noun: str, member: Membership, job: Job, listener: socket.socket, shared: Path) -> Rendezvous:
     """Return the rendezvous of member 0, whose other members come to ``listener``; its address names the secret."""
-    secret, file = secret_of(member.address, shared)  # once this process has the port, nobody else removes the file
+    secret, file = read_secret(member.address, shared)  # once this process has the port, nobody else removes the file
     peers = Peers.host(listener, job, member.count, secret)
     peers.files += [] if file is None else [file]
     store = host_store()
@@ -199,24 +201,25 @@ def rendezvous_of_host(noun: str, member: Membership, job: Job, listener: socket
     return Rendezvous(noun, member, store, peers)
 
 
-def rendezvous_of_peer(noun: str, member: Membership, peers: Peers) -> Rendezvous:
+def build_peer_rendezvous(noun: str, member: Membership, peers: Peers) -> Rendezvous:
     """Return the rendezvous of another member, which member 0 has accepted."""
-    store = _client(LOOPBACK, peers.reach(int(peers.welcome["store"])), f"{noun} 0")
+    store = _connect_store(LOOPBACK, peers.reach(int(peers.welcome["store"])), f"{noun} 0")
     return Rendezvous(noun, member, store, peers)
 
 
-def unproven(address: tuple[str, int], shared: Path) -> str:
+def describe_unproven(address: tuple[str, int], shared: Path) -> str:
     """Return the message of a process that could not prove itself at ``address``."""
-    file = secret_of(address, shared)[1]
+    file = read_secret(address, shared)[1]
     differs = f"{VARIABLE} differs" if file is None else f"{file} is not the same file there"
     return (
-        f"{in_words(*address)} refuses this process, which could not prove that it is of the run: {differs}; start all "
+        f"{format_address(*address)} refuses this process, which could not prove that it is of the run: {differs}; "
+        "start all "
         f"processes in a directory that they share, or set {VARIABLE} to the same random text for each"
     )
 
 
-def _not_member_zero(noun: str, member: Membership, differs: list[str] | None, fix: str) -> str:
-    where, port = in_words(*member.address), member.address[1]
+def _describe_wrong_member(noun: str, member: Membership, differs: list[str] | None, fix: str) -> str:
+    where, port = format_address(*member.address), member.address[1]
     if not differs or "program" in differs:
         return f"port {port} at {where} is used by another program, not {noun} 0 of this run; {fix}"
     if "member" in differs:
@@ -240,7 +243,7 @@ def host_store() -> TCPStore:
 
 
 def _listen(address: str, port: int, fix: str, seconds: float, meanwhile: Callable[[], None]) -> socket.socket:
-    family, number = to_listen_at(address, seconds, meanwhile)
+    family, number = resolve_own_address(address, seconds, meanwhile)
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -255,7 +258,7 @@ def _listen(address: str, port: int, fix: str, seconds: float, meanwhile: Callab
                 f"{address} is not an address of this machine ({socket.gethostname()}); start the first node on the "
                 "machine with that address"
             ) from None
-        raise MachineError(f"cannot listen on {in_words(address, port)}: {error}; {fix}") from None
+        raise MachineError(f"cannot listen on {format_address(address, port)}: {error}; {fix}") from None
     return listener
 
 
@@ -263,26 +266,28 @@ def join_store(address: str, port: int, seconds: float, host: str) -> TCPStore:
     """Return a client of the store that `host`, a name for messages, opens at this address within `seconds`."""
     deadline, waiting = time.monotonic() + seconds, Waiting("this process", seconds)
     # Try to connect here first: torch's own attempts cannot be interrupted.
-    while (problem := _unreachable(address, port)) is not None:
-        waiting.tell(lambda reason=problem: f"{host} at {in_words(address, port)} ({reason})")  # type: ignore[misc]
+    while (problem := _explain_unreachable(address, port)) is not None:
+        waiting.tell(lambda reason=problem: f"{host} at {format_address(address, port)} ({reason})")  # type: ignore[misc]
         if time.monotonic() > deadline:
             raise MachineError(
-                f"{host} did not open {in_words(address, port)} within {seconds:g} s ({problem}); start it, or "
+                f"{host} did not open {format_address(address, port)} within {seconds:g} s ({problem}); start it, or "
                 "increase --rendezvous-timeout"
             )
         time.sleep(POLL_SECONDS)
-    return _client(address, port, host)
+    return _connect_store(address, port, host)
 
 
-def _client(address: str, port: int, host: str) -> TCPStore:
+def _connect_store(address: str, port: int, host: str) -> TCPStore:
     try:
         return TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT, wait_for_workers=False)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise MachineError(f"what listens at {in_words(address, port)} is not {host} of this run ({reason})") from None
+        raise MachineError(
+            f"what listens at {format_address(address, port)} is not {host} of this run ({reason})"
+        ) from None
 
 
-def _unreachable(address: str, port: int) -> str | None:
+def _explain_unreachable(address: str, port: int) -> str | None:
     try:
         socket.create_connection((address, port), timeout=2).close()
     except OSError as error:
@@ -324,7 +329,7 @@ def meet_ranks(environment: LaunchEnvironment, arguments: Sequence[str], seconds
         return _meet_announced(environment, _File(environment), seconds, shared)
     if environment.agent_store:
         return _meet_announced(environment, _LaunchersStore(environment, (address, port), seconds), seconds, shared)
-    job = job_of(environment.size, arguments, environment.job_everywhere)
+    job = build_job(environment.size, arguments, environment.job_everywhere)
     fix = "set MASTER_PORT to a free one, the same for every process of the job"
     return meet(
         "rank", Membership(environment.rank, environment.size, (address, port), seconds), job, fix, shared=shared
@@ -349,7 +354,7 @@ class _LaunchersStore:
         self.host, self.listens_at = (LOOPBACK, LOOPBACK) if environment.nodes == 1 else (address[0], "")
         self._port = address[1]
 
-    def secret_name(self, port: int) -> tuple[str, int]:
+    def build_secret_name(self, port: int) -> tuple[str, int]:
         """Return the address that names the job's secret, for a start at ``port``."""
         return self.host, self._port
 
@@ -360,7 +365,7 @@ class _LaunchersStore:
     def newest(self) -> _Announced | None:
         """Return the start announced last; None before that."""
         try:
-            return _announced(json.loads(self._starts.get("newest"))) if self._starts.check(["newest"]) else None
+            return _parse_announced(json.loads(self._starts.get("newest"))) if self._starts.check(["newest"]) else None
         except RuntimeError as error:  # torch's DistNetworkError is one
             raise FaultError("the launcher's store is gone; see its output") from error
         except ValueError:  # anybody can write into the launcher's store
@@ -382,19 +387,22 @@ class _File:
         digest = hashlib.sha256(f"{os.getuid()} {environment.job}".encode()).hexdigest()[:20]
         self._file = Path(tempfile.gettempdir()) / f"trainwright-{digest}"
 
-    def secret_name(self, port: int) -> tuple[str, int]:
+    def build_secret_name(self, port: int) -> tuple[str, int]:
         return LOOPBACK, port
 
     def announce(self, rendezvous: Rendezvous, start: _Announced) -> None:
         rendezvous.peers.files.append(self._file)
-        _write(self._file, {"start": start, **_identity(os.getpid())})
+        _write(self._file, {"start": start, **_identify_process(os.getpid())})
 
     def newest(self) -> _Announced | None:
         with suppress(OSError, ValueError, KeyError, psutil.Error):
             content = json.loads(self._file.read_text(encoding="utf-8"))
             # A file left by a killed run belongs to a process that no longer exists.
-            if self._file.stat().st_uid == os.getuid() and _identity(int(content["pid"])).items() <= content.items():
-                return _announced(content["start"])
+            if (
+                self._file.stat().st_uid == os.getuid()
+                and _identify_process(int(content["pid"])).items() <= content.items()
+            ):
+                return _parse_announced(content["start"])
         return None
 
 
@@ -406,8 +414,8 @@ def _meet_announced(
     if rank == 0:
         listener = socket.create_server((board.listens_at, 0), backlog=4096)
         name, port = secrets.token_hex(8), int(listener.getsockname()[1])
-        member = Membership(0, environment.size, board.secret_name(port), 0.0)
-        rendezvous = rendezvous_of_host("rank", member, {"start": name}, listener, shared)
+        member = Membership(0, environment.size, board.build_secret_name(port), 0.0)
+        rendezvous = build_host_rendezvous("rank", member, {"start": name}, listener, shared)
         board.announce(rendezvous, (name, port))
         return rendezvous
     waiting = Waiting(f"rank {rank}", seconds)
@@ -415,10 +423,10 @@ def _meet_announced(
         waiting.tell(lambda reason=why: f"rank 0 at {board.host} ({reason})")  # type: ignore[misc]
         if (announced := board.newest()) is not None:
             name, port = announced
-            member, at = Membership(rank, environment.size, (board.host, port), 0.0), board.secret_name(port)
+            member, at = Membership(rank, environment.size, (board.host, port), 0.0), board.build_secret_name(port)
             try:
-                peers = Peers.join(member, {"start": name}, lambda at=at: secret_of(at, shared)[0])  # type: ignore[misc]
-                return rendezvous_of_peer("rank", member, peers)
+                peers = Peers.join(member, {"start": name}, lambda at=at: read_secret(at, shared)[0])  # type: ignore[misc]
+                return build_peer_rendezvous("rank", member, peers)
             except PeerUnreachable as error:  # of an earlier start
                 why = f"port {port} of {board.host}: {error}"
             except NotPeerZero as error:
@@ -426,12 +434,12 @@ def _meet_announced(
                     raise MachineError(f"rank {rank} is already there: two processes have the same rank") from None
                 why = f"port {port} of {board.host} is used by another program"
             except Unproven:
-                raise FaultError(unproven(at, shared)) from None
+                raise FaultError(describe_unproven(at, shared)) from None
         time.sleep(POLL_SECONDS)
     raise MachineError(f"rank 0 cannot be reached within {seconds:g} s: {why}")
 
 
-def _announced(value: Any) -> _Announced | None:
+def _parse_announced(value: Any) -> _Announced | None:
     if isinstance(value, list) and len(value) == 2 and type(value[1]) is int and 0 < value[1] < 2**16:
         return str(value[0]), value[1]
     return None
@@ -446,5 +454,5 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     scratch.replace(path)
 
 
-def _identity(pid: int) -> dict[str, Any]:
+def _identify_process(pid: int) -> dict[str, Any]:
     return {"pid": pid, "started": psutil.Process(pid).create_time()}

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.errors import MachineError
-from trainwright.run.group.addresses import LOOPBACK, in_words, is_loopback
+from trainwright.run.group.addresses import LOOPBACK, format_address, is_loopback
 from trainwright.utils.text import say
 
 # The secret itself, for processes without a directory that all of them share.
@@ -42,7 +42,7 @@ class Unproven(Exception):
     """The listener hung up on this process's proof: it does not know the same secret."""
 
 
-def secret_of(address: tuple[str, int], folder: Path) -> tuple[bytes, Path | None]:
+def read_secret(address: tuple[str, int], folder: Path) -> tuple[bytes, Path | None]:
     """Return the secret of the job that meets at ``address``, and its file, which the first of its processes creates.
 
     Args:
@@ -57,7 +57,7 @@ def secret_of(address: tuple[str, int], folder: Path) -> tuple[bytes, Path | Non
         return hashlib.sha256(secret.encode()).digest(), None
     if is_loopback(address[0]):
         folder = Path(tempfile.gettempdir())
-    digest = hashlib.sha256(f"{os.getuid()} {in_words(*address)}".encode()).hexdigest()[:20]
+    digest = hashlib.sha256(f"{os.getuid()} {format_address(*address)}".encode()).hexdigest()[:20]
     file = folder / f".trainwright-secret-{digest}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,15 +91,15 @@ def _read(file: Path) -> bytes:
 def reply(secret: bytes, nonce: bytes, purpose: int) -> tuple[bytes, bytes]:
     """Return what a member answers to a listener's nonce, and what the listener has to answer to that."""
     header = secrets.token_bytes(BYTES) + purpose.to_bytes(2, "big")
-    return header + _mac(secret, b"member", nonce + header), _mac(secret, b"listener", nonce + header)
+    return header + _compute_mac(secret, b"member", nonce + header), _compute_mac(secret, b"listener", nonce + header)
 
 
 def answer(secret: bytes, nonce: bytes, received: bytes) -> tuple[int, bytes] | None:
     """Return the purpose of a member's reply to the nonce and the listener's answer; None if it is no member's."""
     header = received[: BYTES + 2]
-    if not hmac.compare_digest(received[BYTES + 2 :], _mac(secret, b"member", nonce + header)):
+    if not hmac.compare_digest(received[BYTES + 2 :], _compute_mac(secret, b"member", nonce + header)):
         return None
-    return int.from_bytes(header[BYTES:], "big"), _mac(secret, b"listener", nonce + header)
+    return int.from_bytes(header[BYTES:], "big"), _compute_mac(secret, b"listener", nonce + header)
 
 
 def prove(connection: socket.socket, secret: bytes, purpose: int, until: float, meanwhile: Callable[[], None]) -> None:
@@ -140,7 +140,7 @@ def _receive(connection: socket.socket, until: float, meanwhile: Callable[[], No
     return received
 
 
-def _mac(secret: bytes, role: bytes, content: bytes) -> bytes:
+def _compute_mac(secret: bytes, role: bytes, content: bytes) -> bytes:
     return hmac.digest(secret, b"trainwright " + role + b" " + content, "sha256")
 
 
@@ -212,7 +212,7 @@ class _Loop:
         with suppress(OSError):
             target.shutdown(socket.SHUT_WR)
 
-    async def _connected(self, family: int, address: Any) -> socket.socket:
+    async def _open_connection(self, family: int, address: Any) -> socket.socket:
         connection = self._prepared(socket.socket(family, socket.SOCK_STREAM))
         await self._loop.sock_connect(connection, address)
         return connection
@@ -275,7 +275,7 @@ class Door(_Loop):
         purpose: int | None = None
         try:
             async with asyncio.timeout(_PROOF_SECONDS):
-                purpose = await self._proof(connection)
+                purpose = await self._check_proof(connection)
         except (OSError, TimeoutError, asyncio.CancelledError):
             pass
         task = asyncio.current_task()
@@ -289,10 +289,10 @@ class Door(_Loop):
             self._refused, self._last = self._refused + 1, address
         elif purpose in self.stores:
             with suppress(OSError):
-                await self._join(connection, await self._connected(socket.AF_INET, (LOOPBACK, purpose)))
+                await self._join(connection, await self._open_connection(socket.AF_INET, (LOOPBACK, purpose)))
         self._drop(connection)
 
-    async def _proof(self, connection: socket.socket) -> int | None:
+    async def _check_proof(self, connection: socket.socket) -> int | None:
         """Return the purpose of a member's connection; None for a stranger's."""
         nonce = secrets.token_bytes(BYTES)
         await self._loop.sock_sendall(connection, nonce)
@@ -331,7 +331,7 @@ class Relay(_Loop):
         remote: list[socket.socket] = []
         with suppress(OSError, TimeoutError):
             async with asyncio.timeout(_PROOF_SECONDS):
-                remote.append(await self._connected(self._family, self._address))
+                remote.append(await self._open_connection(self._family, self._address))
                 answer_bytes, expected = reply(self._secret, await self._receive(remote[0], BYTES), port)
                 await self._loop.sock_sendall(remote[0], answer_bytes)
                 proved = hmac.compare_digest(await self._receive(remote[0], BYTES), expected)

@@ -8,15 +8,15 @@ import re
 from pathlib import Path
 from typing import TextIO
 
-from trainwright.data.tokens.lengths import repeated
+from trainwright.data.tokens.lengths import check_repetition
 from trainwright.engine import event_reader
 from trainwright.engine.event_reader import EarlierEvents, EventRecord
-from trainwright.machine.usage import figures_of
-from trainwright.models.supported import class_in
-from trainwright.models.usage import evaluating, model_class
-from trainwright.run.observers.hooks import ObservedRun, samples_of
-from trainwright.run.observers.progress import Remaining, progress_on
-from trainwright.run.process import console
+from trainwright.machine.usage import format_figures
+from trainwright.models.supported import read_class_name
+from trainwright.models.usage import choose_model_class, format_evaluation_command
+from trainwright.run.observers.hooks import ObservedRun, build_sampler
+from trainwright.run.observers.progress import Remaining, build_progress
+from trainwright.run.process import find_console
 from trainwright.utils import text
 from trainwright.utils.activity import Ticker
 
@@ -30,9 +30,9 @@ _CHOICE = re.compile(r"(\w+\.[\w.]+ [^:;]+): .+")  # a key, its value, and why
 _DETAILS = re.compile(r"tokens kept in .*|\w+: [\d,]+ tokens, .*")
 
 
-def of_run(run: ObservedRun, _: object) -> ConsoleObserver | None:
+def build_observer(run: ObservedRun, _: object) -> ConsoleObserver | None:
     """Return the observer that writes to the console of this process; None if it has none."""
-    return None if (stream := console()) is None else ConsoleObserver(stream)
+    return None if (stream := find_console()) is None else ConsoleObserver(stream)
 
 
 class ConsoleObserver:
@@ -40,11 +40,11 @@ class ConsoleObserver:
 
     def __init__(self, stream: TextIO, line_seconds: float = _LINE_SECONDS) -> None:
         self._stream = stream
-        self._progress = progress_on(stream, line_seconds)
+        self._progress = build_progress(stream, line_seconds)
         self._remaining = Remaining({})
         self._what = ""
         self._fraction = ""
-        self._ticker = Ticker(self._during)
+        self._ticker = Ticker(self._show_operation)
         self._past = EarlierEvents([], 0.0)
         self._resumed: int | None = None
         self._run = Path(".")
@@ -58,9 +58,9 @@ class ConsoleObserver:
             "step": self._step,
             "evaluate": self._evaluate,
             "generate": self._generate,
-            "checkpoint": self._checkpoint,
+            "checkpoint": self._report_checkpoint,
             "profile": self._profile,
-            "fault": self._fault,
+            "fault": self._report_fault,
             "notice": lambda event: self._write(f"note: {event['message']}"),
             "finish": self._finish,
         }
@@ -90,8 +90,8 @@ class ConsoleObserver:
         self._what, self._fraction = what, ""
         self._ticker.begin(quiet_seconds)
 
-    def _during(self, seconds: float, for_log: bool) -> None:
-        self._progress.during(self._what, self._fraction, seconds, for_log)
+    def _show_operation(self, seconds: float, for_log: bool) -> None:
+        self._progress.show_operation(self._what, self._fraction, seconds, for_log)
 
     def close(self) -> None:
         """Remove the progress bar. A `finish` event does so too."""
@@ -104,18 +104,18 @@ class ConsoleObserver:
     def _start(self, event: EventRecord) -> None:
         self._run = Path(event.get("run_directory", "."))
         self._predicted = event.get("predicted", {})
-        self._resumed = event_reader.resumed_step(event)
+        self._resumed = event_reader.find_resumed_step(event)
         self._past = event_reader.read_earlier(self._run / "events.jsonl", event)
         for past in self._past.events:
             if past["event"] == "evaluate":
                 self._measured(past["metrics"])
         self._remaining = Remaining(event, self._past.events)
         brief = self._progress.is_drawn and not os.environ.get(VERBOSE)
-        for label, value in _banner(_brief(event) if brief else event):
+        for label, value in _build_banner(_shorten_start(event) if brief else event):
             self._write(f"{label:<{_LABEL}} {value}")
         self._write()
-        samples = samples_of(self._run, event["world_size"])
-        self._progress.begin(self._resumed or 0, self._remaining, lambda: [*figures_of(samples()).values()])
+        samples = build_sampler(self._run, event["world_size"])
+        self._progress.begin(self._resumed or 0, self._remaining, lambda: [*format_figures(samples()).values()])
 
     def _measured(self, metrics: dict[str, float]) -> None:
         self._first_metrics = self._first_metrics or metrics
@@ -123,9 +123,9 @@ class ConsoleObserver:
 
     def _step(self, event: EventRecord) -> None:
         self._last_step = event
-        self._progress.step({**event, **self._utilisation(event)})
+        self._progress.step({**event, **self._compute_utilization(event)})
 
-    def _utilisation(self, event: EventRecord) -> dict[str, float]:
+    def _compute_utilization(self, event: EventRecord) -> dict[str, float]:
         """Return the MFU, scaled from the plan's value at its predicted speed."""
         expected = self._predicted.get("tokens_per_second")
         if not expected or "mfu" not in self._predicted:
@@ -139,20 +139,21 @@ class ConsoleObserver:
         intervals = event.get("intervals", {})
 
         def between(name: str) -> str:
-            return " ({} to {})".format(*map(text.metric, intervals[name])) if name in intervals else ""
+            return " ({} to {})".format(*map(text.format_metric, intervals[name])) if name in intervals else ""
 
         shown = "  ".join(
-            f"{text.metric_name(name)} {text.metric(value)}{between(name)}" for name, value in metrics.items()
+            f"{text.format_metric_name(name)} {text.format_metric(value)}{between(name)}"
+            for name, value in metrics.items()
         )
         self._write(f"step {event['step']}: validation  {shown}")
 
     def _generate(self, event: EventRecord) -> None:
         self._write(f"step {event['step']}: sample")
-        width = text.columns(self._stream)
-        self._write(text.block(event["prompt"], "  > ", width))
-        self._write(text.block(event["text"], "    ", width))
+        width = text.find_terminal_width(self._stream)
+        self._write(text.wrap_block(event["prompt"], "  > ", width))
+        self._write(text.wrap_block(event["text"], "    ", width))
 
-    def _checkpoint(self, event: EventRecord) -> None:
+    def _report_checkpoint(self, event: EventRecord) -> None:
         blocked, slowed = event.get("blocked_seconds", event["seconds"]), event.get("slowed_seconds", 0.0)
         self._write(
             f"step {event['step']}: checkpoint {event['path']} in {event['seconds']:.1f} s"
@@ -163,7 +164,7 @@ class ConsoleObserver:
     def _profile(self, event: EventRecord) -> None:
         self._write(f"steps {event['first']} to {event['step']}: profile {event['path']}, for https://ui.perfetto.dev")
 
-    def _fault(self, event: EventRecord) -> None:
+    def _report_fault(self, event: EventRecord) -> None:
         rank = "" if event.get("rank") is None else f" on rank {event['rank']}"
         action = f"; {event['action']}" if event.get("action") else ""
         self._write(f"fault: {event['kind']}{rank}: {event['detail']}{action}")
@@ -171,49 +172,51 @@ class ConsoleObserver:
     def _finish(self, event: EventRecord) -> None:
         self._progress.close()
         self._write()
-        self._write(f"{event['status']} at step {event['step']} after {self._took(event['seconds'])}")
+        self._write(f"{event['status']} at step {event['step']} after {self._format_time_taken(event['seconds'])}")
         for name, last in self._last_metrics.items():
             if (first := self._first_metrics.get(name)) is not None and first != last:
-                by = f"  ({change})" if (change := text.change(first, last)) else ""
-                self._row(text.metric_name(name), f"{text.metric(first)} -> {text.metric(last)}{by}")
+                by = f"  ({change})" if (change := text.format_change(first, last)) else ""
+                self._row(
+                    text.format_metric_name(name), f"{text.format_metric(first)} -> {text.format_metric(last)}{by}"
+                )
         measured = event.get("measured", {})
-        rows = list(event_reader.compared(self._predicted, measured))
+        rows = list(event_reader.compare_with_plan(self._predicted, measured))
         for row in rows:
             self._row(row.label, row.words, warns=row.is_outside)
-        for number, why in enumerate(event_reader.reasons_of(self._predicted, measured)):
+        for number, why in enumerate(event_reader.explain_slow_steps(self._predicted, measured)):
             self._row("" if number else "why", why)
         if resident := self._last_step.get("resident_bytes"):
-            self._row("memory now", f"{text.size(resident)} resident in the largest process at the last step")
+            self._row("memory now", f"{text.format_bytes(resident)} resident in the largest process at the last step")
         memory = self._last_step.get("memory_bytes")
         if memory and not any(row.label == "memory" for row in rows):
-            self._row("peak memory", f"{text.size(memory)} on the process with the highest peak")
-        for label, value in self._places(event):
+            self._row("peak memory", f"{text.format_bytes(memory)} on the process with the highest peak")
+        for label, value in self._list_places(event):
             self._row(label, value)
 
-    def _took(self, seconds: float) -> str:
+    def _format_time_taken(self, seconds: float) -> str:
         """Return the time of all launches of the run, and of this one if there were others."""
         if not self._past.seconds:
-            return text.duration(seconds)
+            return text.format_duration(seconds)
         since = f"since it was resumed at step {self._resumed}" if self._resumed else "since it was started again"
-        return f"{text.duration(self._past.seconds + seconds)}, {text.duration(seconds)} of it {since}"
+        return f"{text.format_duration(self._past.seconds + seconds)}, {text.format_duration(seconds)} of it {since}"
 
-    def _places(self, event: EventRecord) -> list[tuple[str, str]]:
+    def _list_places(self, event: EventRecord) -> list[tuple[str, str]]:
         rows = [("run", f"{self._run}/  (recipe.yaml, events.jsonl, logs/, checkpoints/)")]
         if event["status"] == "finished" and event.get("path"):
             model = event["path"]
             rows.append(("model", f"{model}/"))
             if (Path(model) / "agent.json").is_file():
-                rows.append(("use it", evaluating(Path(model), str(self._run))))
+                rows.append(("use it", format_evaluation_command(Path(model), str(self._run))))
             else:
-                has_own_class = class_in(Path(model)) is not None
+                has_own_class = read_class_name(Path(model)) is not None
                 trust = " --trust-code" if has_own_class else ""
-                rows.append(("use it", f"trainwright generate {text.quoted(self._run)}{trust}"))
+                rows.append(("use it", f"trainwright generate {text.quote_word(self._run)}{trust}"))
                 if (Path(model) / "config.json").is_file():
-                    rows.append(("saved in", _saved_in(Path(model))))
+                    rows.append(("saved in", _describe_saved_model(Path(model))))
                 if not has_own_class and not (Path(model) / "adapter_config.json").is_file():
-                    rows.append(("in Python", f'{model_class(Path(model))}.from_pretrained("{model}")'))
+                    rows.append(("in Python", f'{choose_model_class(Path(model))}.from_pretrained("{model}")'))
         if (self._run / "tensorboard").is_dir():
-            rows.append(("curves", f"tensorboard --logdir {text.quoted(self._run / 'tensorboard')}"))
+            rows.append(("curves", f"tensorboard --logdir {text.quote_word(self._run / 'tensorboard')}"))
         if (self._run / "report.html").is_file():
             rows.append(("report", str(self._run / "report.html")))
         return rows
@@ -222,15 +225,15 @@ class ConsoleObserver:
         self._progress.write(f"  {label:<{_LABEL}} {value}", warns=warns)
 
 
-def _saved_in(model: Path) -> str:
+def _describe_saved_model(model: Path) -> str:
     """Return the precision and the size of a model's files, and how to choose another one."""
     dtype = str(json.loads((model / "config.json").read_text(encoding="utf-8")).get("dtype"))
     size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     precision = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(dtype, dtype)
-    return f"{precision}, {text.size(size)} (model.save_dtype)"
+    return f"{precision}, {text.format_bytes(size)} (model.save_dtype)"
 
 
-def _brief(event: EventRecord) -> EventRecord:
+def _shorten_start(event: EventRecord) -> EventRecord:
     """Return a start event without what only explains it."""
     reasons = event.get("reasons", [])
     choices = [choice[1] for reason in reasons if (choice := _CHOICE.fullmatch(reason))]
@@ -243,53 +246,53 @@ def _brief(event: EventRecord) -> EventRecord:
     }
 
 
-def _banner(event: EventRecord) -> list[tuple[str, str]]:
+def _build_banner(event: EventRecord) -> list[tuple[str, str]]:
     """Return label and value of every line; missing fields of the event are left out."""
     rows = [("task", str(event["task"]))]
     if "run_directory" in event:
-        resumed = event_reader.resumed_step(event)
+        resumed = event_reader.find_resumed_step(event)
         rows.append(("run", f"{event['run_directory']}" + (f", resumed at step {resumed}" if resumed else "")))
     if "weights" in event:
         rows.append(("model", str(event["weights"])))
-    rows.append(("parameters", _parameters(event)))
-    rows.append(("processes", _processes(event)))
-    rows.append(("precision", event_reader.precision_of(event)))
+    rows.append(("parameters", _format_parameters(event)))
+    rows.append(("processes", _format_processes(event)))
+    rows.append(("precision", event_reader.describe_precision(event)))
     rows += [("attention" if i == 0 else "", line) for i, line in enumerate(event.get("attention", []))]
-    rows.append(("batch", _batch(event)))
+    rows.append(("batch", _format_batch(event)))
     rows += [("data" if i == 0 else "", line) for i, line in enumerate(event.get("data", []))]
     if event.get("epoch_tokens"):
-        rows.append(("epoch", f"{text.count(event['epoch_tokens'])} tokens"))
+        rows.append(("epoch", f"{text.format_count(event['epoch_tokens'])} tokens"))
     examples = event["global_batch_size"] if event.get("batch_unit", "examples") == "examples" else 0
-    if "epoch_examples" in event and (remark := repeated(examples, event["epoch_examples"])):
+    if "epoch_examples" in event and (remark := check_repetition(examples, event["epoch_examples"])):
         rows.append(("", remark))
     if event.get("max_steps"):
-        finished = (event_reader.resumed_step(event) or 0) >= event["max_steps"]
+        finished = (event_reader.find_resumed_step(event) or 0) >= event["max_steps"]
         why = ", which the run has already trained; a higher train.max_steps trains it further" if finished else ""
         rows.append(("steps", f"{event['max_steps']:,}{why}"))
     rows += [("chosen" if i == 0 else "", line) for i, line in enumerate(event.get("reasons", []))]
     return rows
 
 
-def _parameters(event: EventRecord) -> str:
+def _format_parameters(event: EventRecord) -> str:
     total, trained = event["parameters"], event["trainable_parameters"]
     if total == trained:
-        return f"{text.count(total)}, all trained"
-    return f"{text.count(total)}, {text.count(trained)} trained ({trained / total:.2%})"
+        return f"{text.format_count(total)}, all trained"
+    return f"{text.format_count(total)}, {text.format_count(trained)} trained ({trained / total:.2%})"
 
 
-def _processes(event: EventRecord) -> str:
-    threads = f", {text.plural(event['threads'], 'thread')} each" if event.get("threads") else ""
+def _format_processes(event: EventRecord) -> str:
+    threads = f", {text.format_plural(event['threads'], 'thread')} each" if event.get("threads") else ""
     return f"{event['world_size']} on {event['device']}, strategy {event['strategy']}{threads}"
 
 
-def _batch(event: EventRecord) -> str:
-    examples = text.plural(event["global_batch_size"], event.get("batch_unit", "examples").removesuffix("s"))
+def _format_batch(event: EventRecord) -> str:
+    examples = text.format_plural(event["global_batch_size"], event.get("batch_unit", "examples").removesuffix("s"))
     steps, requested = event["gradient_accumulation_steps"], event.get("accumulation_asked")
     accumulated = "not accumulated" if steps == 1 else f"accumulated {steps} times"
     if event.get("batch_varies"):  # varies in examples, or in the packs that they fill
         accumulated += " in the first step"
     if requested is not None and requested != steps:
         accumulated += f"; train.gradient_accumulation_steps is {requested}, but the batch has too few packs"
-    rows = text.plural(event["micro_batch_size"], "pack" if event.get("packed") else "row")
+    rows = text.format_plural(event["micro_batch_size"], "pack" if event.get("packed") else "row")
     each = " per process" if event["world_size"] > 1 else ""
     return f"{examples} per step: micro-batches of {rows}{each}, {accumulated}"

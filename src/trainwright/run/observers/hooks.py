@@ -56,7 +56,7 @@ class ObservedRank:
     gpu: Gpu | None
 
 
-def observers_of(run: ObservedRun) -> list[Observer]:
+def build_observers(run: ObservedRun) -> list[Observer]:
     """Return what gets the events of a run; the console comes after the observers that have a key, so that its final
     output comes after they have finished.
 
@@ -69,30 +69,30 @@ def observers_of(run: ObservedRun) -> list[Observer]:
             continue
         observer = OBSERVERS.get(name)
         if isinstance(observer, ObserverSpec):
-            created = _function(name, observer, "create")(run, setting)
+            created = _load_function(name, observer, "create")(run, setting)
         else:
             created = observer(run.directory, **(setting if isinstance(setting, Mapping) else {}))
         if created is not None:
             observers.append(_Guarded(name, created))
-    return [*observers, *filter(None, (create(run, True) for create in _always("create")))]
+    return [*observers, *filter(None, (create(run, True) for create in _iterate_always_on("create")))]
 
 
-def beside_rank(rank: ObservedRank) -> ExitStack:
+def observe_rank(rank: ObservedRank) -> ExitStack:
     """Return the context in which a rank trains."""
     stack = ExitStack()
-    for enter in _always("beside"):
+    for enter in _iterate_always_on("beside"):
         stack.enter_context(enter(rank))
     return stack
 
 
-def samples_of(run: Path, processes: int) -> Callable[[], Sequence[Mapping[str, Any]]]:
+def build_sampler(run: Path, processes: int) -> Callable[[], Sequence[Mapping[str, Any]]]:
     """Return a function that returns what the machines of a run's first ranks do now, as far as it is observed."""
-    return next((sample(run, processes) for sample in _always("samples")), lambda: ())
+    return next((sample(run, processes) for sample in _iterate_always_on("samples")), lambda: ())
 
 
 def after_workers(run: Path, ranks: Iterable[int]) -> None:
     """Call this in the launcher when the ranks that it started have ended without failure."""
-    for call in _always("after_workers"):
+    for call in _iterate_always_on("after_workers"):
         call(run, ranks)
 
 
@@ -102,17 +102,17 @@ def after_failure(run: Path, settings: Settings, seconds: float, *, waits: bool)
         if setting is not False and OBSERVERS.is_present(name):
             spec = OBSERVERS.get(name)
             if isinstance(spec, ObserverSpec) and spec.after_failure is not None:
-                _function(name, spec, "after_failure")(run, setting, seconds, waits)
+                _load_function(name, spec, "after_failure")(run, setting, seconds, waits)
 
 
-def _always(what: str) -> Iterator[Callable[..., Any]]:
+def _iterate_always_on(what: str) -> Iterator[Callable[..., Any]]:
     """Yield a function of each observer that is always on."""
     for name in ALWAYS_ON.names():
         if ALWAYS_ON.is_present(name) and getattr(spec := ALWAYS_ON.get(name), what) is not None:
-            yield _function(name, spec, what)
+            yield _load_function(name, spec, what)
 
 
-def _function(name: str, spec: ObserverSpec, what: str) -> Callable[..., Any]:
+def _load_function(name: str, spec: ObserverSpec, what: str) -> Callable[..., Any]:
     entry_point = getattr(spec, what)
     return load(entry_point, f"observer {name}: {entry_point}")
 
@@ -130,19 +130,23 @@ class _Guarded:
         try:
             self._observer(event)
         except Exception as error:
-            from trainwright.run.process import console
+            from trainwright.run.process import find_console
 
             self._observer = None
             reason = f"{type(error).__name__}: {error}"
             what = f"observer {self._name} failed at {event['event']} ({reason}); it receives no more events"
-            say(what, file=console() or sys.stderr)
+            say(what, file=find_console() or sys.stderr)
 
 
 TENSORBOARD = ObserverSpec(
     "Curves for TensorBoard.",
-    create="trainwright.run.observers.tensorboard:of_run",
+    create="trainwright.run.observers.tensorboard:build_observer",
     default=True,
     library="tensorboard",
 )
-HUB = ObserverSpec("Uploads of checkpoints that the section push asks for.", create="trainwright.run.hub:of_run")
-CONSOLE = ObserverSpec("Progress and results on the console.", create="trainwright.run.observers.console:of_run")
+HUB = ObserverSpec(
+    "Uploads of checkpoints that the section push asks for.", create="trainwright.run.hub:build_observer"
+)
+CONSOLE = ObserverSpec(
+    "Progress and results on the console.", create="trainwright.run.observers.console:build_observer"
+)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from trainwright.engine.event_reader import EventRecord
 from trainwright.utils import text
-from trainwright.utils.activity import in_log
+from trainwright.utils.activity import format_log_line
 from trainwright.utils.text import say
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _REDRAW_SECONDS = 0.1
 _BAR = 24
 
 
-def progress_on(stream: TextIO, seconds: float) -> Bar | Lines:
+def build_progress(stream: TextIO, seconds: float) -> Bar | Lines:
     """Return a bar if the stream supports it, else lines, one every ``seconds``."""
     return Bar(stream) if text.is_terminal(stream) else Lines(stream, seconds)
 
@@ -47,12 +47,12 @@ class Lines:
         if now - self._last < self._seconds and step != total:
             return
         self._last = now
-        self.write(f"step {step}/{total}  {'  '.join(figures(event))}  {text.duration(remaining)} left")
+        self.write(f"step {step}/{total}  {'  '.join(format_figures(event))}  {text.format_duration(remaining)} left")
 
-    def during(self, what: str, fraction: str, seconds: float, for_log: bool) -> None:
+    def show_operation(self, what: str, fraction: str, seconds: float, for_log: bool) -> None:
         """Print a long operation, less and less often."""
         if for_log:
-            self.write(in_log(what, seconds, fraction))
+            self.write(format_log_line(what, seconds, fraction))
 
     def write(self, line: str, *, warns: bool = False) -> None:
         """Print a line."""
@@ -108,26 +108,26 @@ class Bar:
         now = time.monotonic()
         if now - self._drawn >= _REDRAW_SECONDS or self._done == self._remaining.total:
             self._drawn = now
-            loss, *others = figures(event)
+            loss, *others = format_figures(event)
             mfu = [others.pop()] if "mfu" in event else []  # long, and for wide terminals
-            self._show([loss, f"{text.duration(remaining)} left", *others, *self._machine(), *mfu])
+            self._show([loss, f"{text.format_duration(remaining)} left", *others, *self._machine(), *mfu])
 
-    def during(self, what: str, fraction: str, seconds: float, for_log: bool) -> None:
+    def show_operation(self, what: str, fraction: str, seconds: float, for_log: bool) -> None:
         """Show a long operation, with its seconds."""
-        ending = f" … {text.duration(seconds)}{fraction}"
+        ending = f" … {text.format_duration(seconds)}{fraction}"
         if self._task is None:
             text.draw(what, self._stream, ending)
             self._drawn_before = True
         else:
             what = what.removeprefix(f"step {self._done}: ")  # it is shown before the bar
-            room = text.columns(self._stream, 80) - len(f"step {self._done}/{self._remaining.total}") - 2
+            room = text.find_terminal_width(self._stream, 80) - len(f"step {self._done}/{self._remaining.total}") - 2
             self._show([what[: max(0, room - len(ending))] + ending])
 
     def _show(self, figures: list[str]) -> None:
         """Show as many figures as fit, in order, and a bar in the remaining width."""
         if self._task is None:
             return
-        self._console.width = width = text.columns(self._stream, 80)
+        self._console.width = width = text.find_terminal_width(self._stream, 80)
         count = f"step {self._done}/{self._remaining.total}"
         columns_left = width - len(count) - 2
         shown = ""
@@ -137,7 +137,9 @@ class Bar:
                 break
             shown = longer
         self._bar.bar_width = max(0, min(_BAR, columns_left - len(shown)))
-        self._progress.update(self._task, completed=self._done, done=count, figures=text.encodable(shown, self._stream))
+        self._progress.update(
+            self._task, completed=self._done, done=count, figures=text.replace_unencodable(shown, self._stream)
+        )
         self._progress.refresh()
 
     def write(self, line: str, *, warns: bool = False) -> None:
@@ -145,20 +147,22 @@ class Bar:
         if self._drawn_before:
             text.draw("", self._stream)
             self._drawn_before = False
-        shown = text.wrapped(text.printable(line), text.columns(self._stream, 80))
-        self._console.print(text.encodable(shown, self._stream), soft_wrap=True, style="yellow" if warns else None)
+        shown = text.wrap_lines(text.escape_controls(line), text.find_terminal_width(self._stream, 80))
+        self._console.print(
+            text.replace_unencodable(shown, self._stream), soft_wrap=True, style="yellow" if warns else None
+        )
 
     def close(self) -> None:
         """Remove the bar."""
         self._progress.stop()
 
 
-def figures(event: EventRecord) -> list[str]:
+def format_figures(event: EventRecord) -> list[str]:
     """Return loss, speed and, if known, bits per byte and MFU of a step event."""
-    shown = [f"loss {text.metric(event['loss'])}"]
+    shown = [f"loss {text.format_metric(event['loss'])}"]
     if "bits_per_byte" in event.get("metrics", {}):
-        shown.append(f"{text.metric(event['metrics']['bits_per_byte'])} bits/byte")
-    shown.append(f"{text.count(event.get('tokens_per_second', 0.0))} tokens/s")
+        shown.append(f"{text.format_metric(event['metrics']['bits_per_byte'])} bits/byte")
+    shown.append(f"{text.format_count(event.get('tokens_per_second', 0.0))} tokens/s")
     if "mfu" in event:
         peak = "the datasheet's peak" if event.get("nominal_peak") else "the measured peak"
         shown.append(f"MFU {event['mfu']:.0%} of {peak}")
@@ -211,13 +215,13 @@ class Remaining:
     def after(self, step: int, step_time: float) -> float:
         """Return the estimate right after ``step``. ``step_time`` is used until two steps have been seen."""
         each = self._mean("step") if self._count["step"] else step_time
-        evaluations = self._to_come("evaluation", step)
-        checkpoints = max(self._to_come("checkpoint", step), self._by_rate(step)) + 1  # plus the export
+        evaluations = self._count_to_come("evaluation", step)
+        checkpoints = max(self._count_to_come("checkpoint", step), self._estimate_by_rate(step)) + 1  # plus the export
         return (
             (self.total - step) * each + evaluations * self._mean("evaluation") + checkpoints * self._mean("checkpoint")
         )
 
-    def _to_come(self, kind: str, step: int) -> int:
+    def _count_to_come(self, kind: str, step: int) -> int:
         """Return the number of rounds due after ``step``, including that of ``step`` itself and the one at the end."""
         every = self._every[kind]
         if not isinstance(every, int) or every < 1:
@@ -225,7 +229,7 @@ class Remaining:
         due = self.total // every - (step - 1) // every
         return due + (self.total % every != 0)
 
-    def _by_rate(self, step: int) -> float:
+    def _estimate_by_rate(self, step: int) -> float:
         """Return the number of checkpoints to come at the rate so far: by time, or for being the best."""
         steps = step - self._first + 1 if self._first is not None else 0
         return self._saved / steps * (self.total - step) if steps > 0 else 0.0
@@ -272,5 +276,5 @@ class Counting:
             say(f"{self._label}{counted}", file=self._stream)
             return
         remaining = (now - self._started_at) / self._done * (self._total - self._done)
-        shown, ending = ("", "") if finished else (self._label, f"{counted}  {text.duration(remaining)} left")
+        shown, ending = ("", "") if finished else (self._label, f"{counted}  {text.format_duration(remaining)} left")
         text.draw(shown, self._stream, ending)

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainwright.engine.event_reader import EventRecord, resumed_step
+from trainwright.engine.event_reader import EventRecord, find_resumed_step
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -23,7 +23,7 @@ _FLUSH_SECONDS = 10
 Values = dict[str, float]
 
 
-def of_run(run: ObservedRun, _: object) -> TensorBoardObserver:
+def build_observer(run: ObservedRun, _: object) -> TensorBoardObserver:
     """Return an observer that writes to the directory that ``trainwright tensorboard`` reads."""
     return TensorBoardObserver(run.directory / "tensorboard")
 
@@ -47,7 +47,7 @@ class TensorBoardObserver:
         if self._closed:
             return
         if event["event"] == "start":
-            resumed = resumed_step(event)
+            resumed = find_resumed_step(event)
             # A launch that ended before its first checkpoint is repeated from the start.
             self._purge_step = 0 if resumed is None else resumed + 1
         self._events.put(event)
@@ -83,7 +83,7 @@ class TensorBoardObserver:
 
 def write_event(writer: SummaryWriter, event: EventRecord) -> None:
     """Write the scalars and texts of one event; other events write nothing."""
-    for name, value in values_of(event).items():
+    for name, value in extract_values(event).items():
         writer.add_scalar(name, value, event["step"])
     if event["event"] == "generate":
         # TensorBoard renders Markdown; indented text is shown literally.
@@ -91,7 +91,7 @@ def write_event(writer: SummaryWriter, event: EventRecord) -> None:
         writer.add_text(f"generate/{event['prompt'][:60]}", body, event["step"])
 
 
-def values_of(event: EventRecord) -> Values:
+def extract_values(event: EventRecord) -> Values:
     """Return the figures of an event by name: ``train/NAME`` of a step, ``evaluate/NAME`` of an evaluation."""
     kinds = {"step": "train", "evaluate": "evaluate"}
     if event["event"] not in kinds:

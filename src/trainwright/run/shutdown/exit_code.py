@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, Stopped
-from trainwright.machine.usage import process_age
-from trainwright.run.shutdown.requests import Deadline, check_before_steps, forget_stops, reason_of_last_stop
-from trainwright.utils.text import quoted
+from trainwright.machine.usage import measure_process_age
+from trainwright.run.shutdown.requests import Deadline, check_before_steps, find_last_stop_reason, forget_stops
+from trainwright.utils.text import quote_word
 
 CODES_FILE = "TRAINWRIGHT_EXIT_CODES"
 
@@ -34,7 +34,7 @@ def record_exit_code(code: int, *, outweighs: bool = False) -> int:
     return code
 
 
-def recorded_code(file: Path, launcher: int) -> int:
+def read_exit_code(file: Path, launcher: int) -> int:
     """Return the exit code of the run whose launcher has ended with the code ``launcher``, or else that code.
 
     Only the last of the attempts of a launcher that starts the processes again decides.
@@ -62,7 +62,7 @@ def _record(word: str) -> None:
             out.write(f"{os.environ.get(ATTEMPT, '0')} {word}\n")
 
 
-def seconds_since_launch(launcher: int | None, number: int) -> float:
+def compute_launch_age(launcher: int | None, number: int) -> float:
     """Return the seconds since the launch of a run began.
 
     Args:
@@ -70,18 +70,18 @@ def seconds_since_launch(launcher: int | None, number: int) -> float:
         number: of earlier runs that the same processes trained in sequence.
     """
     if ATTEMPT in os.environ and (not number or _is_repeated()):
-        return process_age(launcher or os.getppid())
-    return 0.0 if number else process_age()
+        return measure_process_age(launcher or os.getppid())
+    return 0.0 if number else measure_process_age()
 
 
 def refuse_stopped(run: Path, seconds_before: float, deadline: Deadline | None, *, resumed: bool) -> None:
     """Raise Stopped if a stop was requested since the launch began, ``seconds_before`` ago, or its time is over."""
     was_asked = forget_stops(run, seconds_before)
-    reason = reason_of_last_stop(run) if _is_repeated() else None
+    reason = find_last_stop_reason(run) if _is_repeated() else None
     if reason is None:
         reason = "it was asked to stop since this launch began" if was_asked else check_before_steps(run, deadline)
     if reason is not None:
-        how = f"continue with --resume {quoted(run)}" if resumed else "run the same command again"
+        how = f"continue with --resume {quote_word(run)}" if resumed else "run the same command again"
         raise Stopped(f"stopped before the next step: {reason}; {how}")
 
 
@@ -92,7 +92,7 @@ def _is_repeated() -> bool:
 _SHUTDOWN_SECONDS = "30"  # torch/distributed/launcher/api.py, LaunchConfig
 
 
-def torchrun_warning(needed: float, launcher: str) -> str | None:
+def check_torchrun_time(needed: float, launcher: str) -> str | None:
     """Return a warning if ``launcher`` is torchrun, or starts it, and gives its processes less time than a stop needs;
     otherwise None.
 

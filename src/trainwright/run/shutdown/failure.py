@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from trainwright.engine.out_of_memory import OutOfMemory, is_out_of_memory
-from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, FaultError, TrainingError, TrainwrightError, error_of
-from trainwright.run.shutdown.known_errors import advice, is_lost_connection, is_machine_fault
+from trainwright.errors import EXIT_FAULT, EXIT_TRAINING, FaultError, TrainingError, TrainwrightError, build_error
+from trainwright.run.shutdown.known_errors import format_advice, is_lost_connection, is_machine_fault
 from trainwright.run.shutdown.stop import START_METHOD
 from trainwright.utils.paths import write_file
 from trainwright.utils.text import say
@@ -79,9 +79,9 @@ def record_exception(error: BaseException, slot: Slot | None = None) -> None:
 
     https://docs.pytorch.org/docs/stable/elastic/errors.html
     """
-    record = error_record(error)
+    record = build_error_record(error)
     if slot is not None:
-        slot.value = _fitting(record)
+        slot.value = _shorten_record(record)
     with suppress(OSError):
         say(record["message"]["extraInfo"]["py_callstack"], file=sys.stderr)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -89,7 +89,7 @@ def record_exception(error: BaseException, slot: Slot | None = None) -> None:
             write_file(Path(path), json.dumps(record))
 
 
-def new_slot() -> Slot:
+def create_slot() -> Slot:
     """Return an empty slot for one worker."""
     return multiprocessing.get_context(START_METHOD).RawArray(ctypes.c_char, _SLOT_BYTES)
 
@@ -99,12 +99,12 @@ def set_done(slot: Slot, code: int) -> None:
     slot.value = _DONE + str(code).encode()
 
 
-def exit_code_in(slot: Slot, code: int) -> int:
+def read_slot_code(slot: Slot, code: int) -> int:
     """Return the exit code of a worker that has noted it in its slot; ``code``, its process's own, if it has not."""
     return int(slot.value.removeprefix(_DONE)) if slot.value.startswith(_DONE) else code
 
 
-def slot_records(slots: dict[int, Slot]) -> dict[int, dict[str, Any]]:
+def read_slots(slots: dict[int, Slot]) -> dict[int, dict[str, Any]]:
     """Return the records in the workers' slots, by rank."""
     records = {}
     for rank, slot in slots.items():
@@ -113,7 +113,7 @@ def slot_records(slots: dict[int, Slot]) -> dict[int, dict[str, Any]]:
     return records
 
 
-def _fitting(record: dict[str, Any]) -> bytes:
+def _shorten_record(record: dict[str, Any]) -> bytes:
     """Return the record as JSON, with texts shortened to fit into a slot; tracebacks keep their end."""
     for limit in (_SLOT_BYTES, 10_000, 2_000):
         logged = record["message"]
@@ -125,7 +125,7 @@ def _fitting(record: dict[str, Any]) -> bytes:
     return b""
 
 
-def error_record(error: BaseException) -> dict[str, Any]:
+def build_error_record(error: BaseException) -> dict[str, Any]:
     """Return the record of the exception that ends a worker; `message` is as torch's launchers read it."""
     now = time.time()
     # Without the frames of the worker's callers.
@@ -139,21 +139,21 @@ def error_record(error: BaseException) -> dict[str, Any]:
         "time": now,
         "text": str(error),
         "known": isinstance(error, TrainwrightError),
-        "exit_code": exit_code_of(error),
-        "ran_out": _ran_out(error),
+        "exit_code": look_up_exit_code(error),
+        "ran_out": _extract_memory_failure(error),
         "ended": isinstance(error, EndedBySignal),
         "cause": Cause.PROCESS if isinstance(error, EndedBySignal) else None,
     }
 
 
-def exit_code_of(error: BaseException) -> int:
+def look_up_exit_code(error: BaseException) -> int:
     """Return the exit code for an exception: that of its class, or of a fault of the machine if it reports one."""
     if isinstance(error, TrainwrightError):
         return error.exit_code
     return EXIT_FAULT if is_machine_fault(f"{type(error).__name__}: {error}") else EXIT_TRAINING
 
 
-def _ran_out(error: BaseException) -> dict[str, Any] | None:
+def _extract_memory_failure(error: BaseException) -> dict[str, Any] | None:
     """Return the fields of `MemoryFailure` for an out-of-memory exception, otherwise None."""
     if isinstance(error, OutOfMemory):
         return {"detail": error.detail, "in_training": True, "step": error.step, "rows": error.rows}
@@ -191,20 +191,20 @@ def raise_failure(failure: Failure) -> NoReturn:
     """Raise a failure that ends the run."""
     if sys.stderr.isatty():
         sys.stderr.write("\x1b[?25h\r")  # a killed worker may have hidden the cursor for its progress bar
-    raise error_of(failure.exit_code, failure.message)
+    raise build_error(failure.exit_code, failure.message)
 
 
-def error_file(logs: Path, rank: int) -> Path:
+def locate_error_file(logs: Path, rank: int) -> Path:
     """Return the file to which the worker of this rank writes the exception that ends it."""
     return logs / f"rank-{rank}.error.json"
 
 
-def error_records(logs: Path, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
+def read_error_records(logs: Path, ranks: Iterable[int]) -> dict[int, dict[str, Any]]:
     """Return the error records of these ranks, for those that raised."""
-    return {rank: record for rank in ranks if (record := _read(error_file(logs, rank)))}
+    return {rank: record for rank in ranks if (record := _read(locate_error_file(logs, rank)))}
 
 
-def first_failure(
+def find_first_failure(
     logs: Path,
     processes: int,
     exit_codes: dict[int, int | None],
@@ -215,12 +215,12 @@ def first_failure(
 ) -> Failure:
     """Return the failure that caused the others.
 
-    `records` are those of `error_records` for all ranks, if not all are in `logs`. `gone` says which machine was lost,
-    and how. `exit_codes` maps ranks to exit codes, negative for signals; None: it has not ended, or the launcher killed
-    it. `out_of_memory` says that the kernel killed a process for memory during the launch. An exception about a lost
-    connection counts only if no rank raised another and none was killed.
+    `records` are those of `read_error_records` for all ranks, if not all are in `logs`. `gone` says which machine was
+    lost, and how. `exit_codes` maps ranks to exit codes, negative for signals; None: it has not ended, or the launcher
+    killed it. `out_of_memory` says that the kernel killed a process for memory during the launch. An exception about a
+    lost connection counts only if no rank raised another and none was killed.
     """
-    records = error_records(logs, range(processes)) if records is None else records
+    records = read_error_records(logs, range(processes)) if records is None else records
     causes = {rank: r for rank, r in records.items() if not is_follow_up(r)}
     if not causes and gone is not None:
         return Failure(f"{gone}; the logs of its ranks are in {logs}", EXIT_FAULT, cause=Cause.NODE)
@@ -231,7 +231,7 @@ def first_failure(
         assert code is not None
         killed = code == -signal.SIGKILL and out_of_memory
         ran_out = MemoryFailure(rank, "the kernel killed the process", in_training=True) if killed else None
-        message = f"rank {rank} {_ended(code, out_of_memory)}{_log(logs, rank)}"
+        message = f"rank {rank} {_describe_end(code, out_of_memory)}{_describe_log(logs, rank)}"
         outside = -code in _FROM_OUTSIDE and not killed
         # Another machine may not have the crash in native code; memory runs out there too.
         exit_code = EXIT_FAULT if code < 0 and not killed else EXIT_TRAINING
@@ -239,7 +239,11 @@ def first_failure(
     candidates = causes or records
     if candidates:
         rank = min(candidates, key=lambda r: float(candidates[r]["time"]))
-        return describe_failure(rank, candidates[rank], logs) if causes else _cut(rank, candidates[rank], logs)
+        return (
+            describe_failure(rank, candidates[rank], logs)
+            if causes
+            else _build_connection_failure(rank, candidates[rank], logs)
+        )
     ends = ", ".join(f"rank {rank}: exit code {code}" for rank, code in sorted(exit_codes.items()))
     return Failure(f"a worker failed without an error ({ends})\nlogs: {logs}", EXIT_TRAINING)
 
@@ -250,26 +254,27 @@ def describe_failure(rank: int, record: dict[str, Any], logs: Path) -> Failure:
     ran_out = MemoryFailure(rank, **record["ran_out"]) if record.get("ran_out") else None
     if not record["known"]:
         trace = record["message"]["extraInfo"]["py_callstack"].rstrip()
-        message = f"rank {rank} failed\n{trace}{advice(trace)}{_log(logs, rank)}"
+        message = f"rank {rank} failed\n{trace}{format_advice(trace)}{_describe_log(logs, rank)}"
         return Failure(message, exit_code, ran_out, Cause.ERROR)
     cause = Cause(record["cause"]) if record.get("cause") else None
     if exit_code not in (EXIT_TRAINING, EXIT_FAULT):  # of the request: the rank that noticed it does not matter
         return Failure(record["text"], exit_code, cause=cause)
-    text = f"{record['text']}{_log(logs, rank, f'first seen on rank {rank}, ')}"
+    text = f"{record['text']}{_describe_log(logs, rank, f'first seen on rank {rank}, ')}"
     return Failure(text, exit_code, ran_out, cause)
 
 
-def _cut(rank: int, record: dict[str, Any], logs: Path) -> Failure:
+def _build_connection_failure(rank: int, record: dict[str, Any], logs: Path) -> Failure:
     """Return the failure of a rank that lost its connection though no other rank failed: it was cut."""
     said = record["message"]["message"].splitlines()[0]
     trace = record["message"]["extraInfo"]["py_callstack"]
     message = (
-        f"rank {rank} lost its connection to another rank, and no rank reports another error: {said}{advice(trace)}"
+        f"rank {rank} lost its connection to another rank, and no rank reports another error: "
+        f"{said}{format_advice(trace)}"
     )
-    return Failure(message + _log(logs, rank), int(record["exit_code"]), cause=Cause.CONNECTION)
+    return Failure(message + _describe_log(logs, rank), int(record["exit_code"]), cause=Cause.CONNECTION)
 
 
-def _ended(code: int, out_of_memory: bool) -> str:
+def _describe_end(code: int, out_of_memory: bool) -> str:
     if code >= 0:
         return f"exited with code {code} and no error"
     try:
@@ -304,6 +309,6 @@ def _read(path: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and "time" in record else None
 
 
-def _log(logs: Path, rank: int, before: str = "") -> str:
+def _describe_log(logs: Path, rank: int, before: str = "") -> str:
     """Return a line that names the log of a rank; empty if the run's directory has been deleted."""
     return f"\n{before}log: {logs / f'rank-{rank}.log'}" if logs.is_dir() else ""

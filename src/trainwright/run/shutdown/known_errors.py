@@ -48,7 +48,7 @@ class KnownError:
     in_notices: bool = False
     recipe_fixes: tuple[str, ...] = field(default=())
 
-    def fixes_of(self, *, own: bool) -> tuple[str, ...]:
+    def list_fixes(self, *, own: bool) -> tuple[str, ...]:
         """Return the fixes for a run of Trainwright (``own``) or of another program."""
         return self.recipe_fixes if own and self.recipe_fixes else self.fixes
 
@@ -59,11 +59,11 @@ class KnownError:
 
     @cached_property
     def _recognized(self) -> list[re.Pattern[str]]:
-        return [_compiled(pattern) for pattern in self.patterns]
+        return [_compile_pattern(pattern) for pattern in self.patterns]
 
     @cached_property
     def _excluded(self) -> list[re.Pattern[str]]:
-        return [_compiled(pattern) for pattern in self.unless]
+        return [_compile_pattern(pattern) for pattern in self.unless]
 
 
 _MAX_LINES = 200  # of a traceback
@@ -72,14 +72,14 @@ _LETTERS = re.compile(r"\\.|[A-Z]+")
 _RUN, _LONGEST_RUN = re.compile(r"(\\[SsWwd])([*+])"), 300
 
 
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
     """Return a pattern for lines in lower case: three times as fast as one that ignores the case."""
     pattern = _LETTERS.sub(lambda match: match[0] if match[0][0] == "\\" else match[0].lower(), pattern)
     return re.compile(_RUN.sub(lambda run: f"{run[1]}{{{int(run[2] == '+')},{_LONGEST_RUN}}}", pattern))
 
 
 @cache
-def known_errors() -> tuple[KnownError, ...]:
+def load_known_errors() -> tuple[KnownError, ...]:
     """Return all known errors. The order matters where one line matches several: the first one counts."""
     records = tomllib.loads(Path(__file__).with_name("known_errors.toml").read_text(encoding="utf-8"))["error"]
     return tuple(_read_record(record) for record in records)
@@ -90,34 +90,34 @@ def _read_record(record: dict[str, Any]) -> KnownError:
     return KnownError(**{**values, "role": Role[record.get("role", "cause").upper()]})
 
 
-def known_error(line: str, *, is_notice: bool = False) -> KnownError | None:
+def find_known_error(line: str, *, is_notice: bool = False) -> KnownError | None:
     """Return the known error that a line of a log reports: a cause before a symptom, a symptom before a follow-up.
 
     Args:
         line: one line, without the prefix of a launcher.
         is_notice: whether the line has the level of a warning or below.
     """
-    matching = (error for error in known_errors() if (error.in_notices or not is_notice) and error.matches(line))
+    matching = (error for error in load_known_errors() if (error.in_notices or not is_notice) and error.matches(line))
     return min(matching, key=lambda error: error.role, default=None)
 
 
-def advice(trace: str) -> str:
+def format_advice(trace: str) -> str:
     """Return lines with the reason and the fixes for the traceback of one process; '' if the error is not known."""
     lines = [line for line in trace.splitlines() if not line.startswith("  ")][-_MAX_LINES:]  # without frames
-    errors = [error for line in lines if (error := known_error(line)) is not None]
+    errors = [error for line in lines if (error := find_known_error(line)) is not None]
     error = min(errors, key=lambda error: error.role, default=None)
     if error is None or error.role > Role.REACTION:
         return ""
-    return "".join((f"\n{error.title}: {error.cause}", *(f"\n- {fix}" for fix in error.fixes_of(own=True))))
+    return "".join((f"\n{error.title}: {error.cause}", *(f"\n- {fix}" for fix in error.list_fixes(own=True))))
 
 
 def is_machine_fault(message: str) -> bool:
     """Return whether the message of an exception says that hardware, or the connection to another rank, failed."""
-    error = known_error(" ".join(message.split()))
+    error = find_known_error(" ".join(message.split()))
     return is_lost_connection(message) or (error is not None and error.name == "gpu-hardware")
 
 
 def is_lost_connection(message: str) -> bool:
     """Return whether the message of an exception only says that another rank cannot be reached any more."""
-    error = known_error(" ".join(message.split()))
+    error = find_known_error(" ".join(message.split()))
     return error is not None and error.name in ("rank-lost", "rendezvous", "gloo-connect", "nccl-timeout")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from trainwright.engine.events import Record
 from trainwright.errors import RequestError
-from trainwright.run.shutdown.stop import scheduler_job
+from trainwright.run.shutdown.stop import find_scheduler_job
 
 STOP_FILE, CHECKPOINT_FILE = "stop", "checkpoint"
 _TAKEN_FILE = "stop.taken"  # what the file becomes, so that the job of the run knows why it has ended
@@ -49,7 +49,7 @@ def ask(file: Path) -> None:
         raise RequestError(f"{file} cannot be written: {error.strerror}") from None
 
 
-def seconds_to_stop(step: float, write: float) -> float:
+def estimate_stop_seconds(step: float, write: float) -> float:
     """Return the seconds from a request to the end of a run, whose step and checkpoint take so long at most.
 
     Args:
@@ -58,14 +58,14 @@ def seconds_to_stop(step: float, write: float) -> float:
     return _STEP_FACTOR * step + _WRITE_FACTOR * write + _END_SECONDS
 
 
-def seconds_to_write(state_bytes: int, directory: Path) -> float:
+def estimate_write_seconds(state_bytes: int, directory: Path) -> float:
     """Return the seconds of a checkpoint in ``directory`` before one has been written, from how fast the first bytes
     of a file get to the disk there.
     """
-    return state_bytes / min(_BYTES_PER_SECOND, _bytes_per_second(directory, min(state_bytes, _TRIAL_BYTES)))
+    return state_bytes / min(_BYTES_PER_SECOND, _measure_write_speed(directory, min(state_bytes, _TRIAL_BYTES)))
 
 
-def _bytes_per_second(directory: Path, size: int) -> float:
+def _measure_write_speed(directory: Path, size: int) -> float:
     """Write up to ``size`` bytes to a file without a name; return bytes a second, infinity if none can be written."""
     piece, written, started = os.urandom(2**20), 0, time.perf_counter()
     try:
@@ -134,7 +134,7 @@ class StopRequests:
     @property
     def needed(self) -> float:
         """The seconds from a request to the end of the run."""
-        return seconds_to_stop(max([*self._steps, *self._batches], default=0.0), self._write) + self._more
+        return estimate_stop_seconds(max([*self._steps, *self._batches], default=0.0), self._write) + self._more
 
     def watch(self) -> None:
         """Look for requests in a thread until one is found; tell of the deadline, if there is one."""
@@ -150,11 +150,11 @@ class StopRequests:
 
     def look(self) -> bool:
         """Look once; return whether a stop is requested."""
-        if CHECKPOINT_FILE in _listed(self._run):
+        if CHECKPOINT_FILE in _list_names(self._run):
             with suppress(OSError):
                 (self._run / CHECKPOINT_FILE).unlink()
             self._save = True
-        reason = reason_to_stop(self._run, self._deadline, self.needed, self._clock())
+        reason = find_stop_reason(self._run, self._deadline, self.needed, self._clock())
         if reason is not None:
             self._tell(f"stopping: {reason}; each worker finishes its step and a checkpoint is written")
             with suppress(OSError):
@@ -175,14 +175,14 @@ class StopRequests:
 
     def _watch(self) -> None:
         if self._deadline is not None:
-            assumed, on_disk = self._write, seconds_to_write(self._state_bytes, self._run)
+            assumed, on_disk = self._write, estimate_write_seconds(self._state_bytes, self._run)
             if self._write == assumed:  # no checkpoint meanwhile
                 self._write = on_disk
         while not self.look():
             time.sleep(_LOOK_SECONDS)
 
 
-def reason_to_stop(run: Path, deadline: Deadline | None, needed: float, now: float) -> str | None:
+def find_stop_reason(run: Path, deadline: Deadline | None, needed: float, now: float) -> str | None:
     """Return why a run that needs ``needed`` seconds to stop is to stop ``now``; None if it is not."""
     if take_stop_file(run):
         return f"asked by {run / STOP_FILE}"
@@ -193,19 +193,19 @@ def reason_to_stop(run: Path, deadline: Deadline | None, needed: float, now: flo
 
 def check_before_steps(run: Path, deadline: Deadline | None) -> str | None:
     """Return why a run of which no process trains now is to stop; None if it is not."""
-    return reason_to_stop(run, deadline, _END_SECONDS, time.monotonic())
+    return find_stop_reason(run, deadline, _END_SECONDS, time.monotonic())
 
 
 def take_stop_file(run: Path) -> bool:
     """Rename the run's file ``stop``; return whether there was one."""
-    exists = STOP_FILE in _listed(run)
+    exists = STOP_FILE in _list_names(run)
     if exists:
         with suppress(OSError):
             (run / STOP_FILE).replace(run / _TAKEN_FILE)
     return exists
 
 
-def _listed(run: Path) -> list[str]:
+def _list_names(run: Path) -> list[str]:
     """Return a directory's names; asked for by name, a shared file system may remember that a file is not there."""
     try:
         return os.listdir(run)
@@ -219,9 +219,9 @@ def stop_was_requested(run: Path, within: float = math.inf) -> bool:
     Args:
         within: only if it appeared in the last seconds, such as since a process began.
     """
-    for name in {STOP_FILE, _TAKEN_FILE}.intersection(_listed(run)):
+    for name in {STOP_FILE, _TAKEN_FILE}.intersection(_list_names(run)):
         with suppress(OSError):
-            if within == math.inf or _age(run / name) < within:
+            if within == math.inf or _compute_age(run / name) < within:
                 return True
     return False
 
@@ -237,12 +237,12 @@ def forget_stops(run: Path, seconds_before: float) -> bool:
     """
     for name in (STOP_FILE, _TAKEN_FILE, _REASON_FILE, CHECKPOINT_FILE):
         with suppress(OSError):
-            if _age(run / name) >= seconds_before:
+            if _compute_age(run / name) >= seconds_before:
                 (run / name).unlink()
-    return _TAKEN_FILE in _listed(run)
+    return _TAKEN_FILE in _list_names(run)
 
 
-def reason_of_last_stop(run: Path) -> str | None:
+def find_last_stop_reason(run: Path) -> str | None:
     """Return why the last launch of a run has stopped, by the file ``stop`` or a deadline; None if it has not."""
     try:
         return (run / _REASON_FILE).read_text(encoding="utf-8")
@@ -250,7 +250,7 @@ def reason_of_last_stop(run: Path) -> str | None:
         return None
 
 
-def _age(path: Path) -> float:
+def _compute_age(path: Path) -> float:
     """Return the seconds since a file was changed, by the clock of its file system, which may be another machine's."""
     with tempfile.TemporaryFile(dir=path.parent) as now:
         return os.stat(now.fileno()).st_mtime - path.stat().st_mtime
@@ -278,7 +278,7 @@ class Deadline:
     step: int | None = None
 
 
-def deadline_of(until: str | None, time_limit: str | None, seconds_before: float = 0.0) -> Deadline | None:
+def choose_deadline(until: str | None, time_limit: str | None, seconds_before: float = 0.0) -> Deadline | None:
     """Return the earliest of ``until``, ``time_limit`` from the begin of the launch, and the end of this Slurm job;
     None without any.
 
@@ -294,23 +294,23 @@ def deadline_of(until: str | None, time_limit: str | None, seconds_before: float
     now, monotonic = datetime.now().astimezone(), time.monotonic()
     last = _UNTIL_STEP.fullmatch(until or "")
     step = None if last is None else int(last[1])
-    deadline = earliest(None if last is not None else until, time_limit, now - timedelta(seconds=seconds_before))
+    deadline = choose_earliest(None if last is not None else until, time_limit, now - timedelta(seconds=seconds_before))
     if deadline is None:
         return None if step is None else Deadline(math.inf, f"the end of step {step} (--until)", step)
     end, source = deadline
     return Deadline(monotonic + (end - now).total_seconds(), f"{end:%Y-%m-%d %H:%M:%S} ({source})", step)
 
 
-def earliest(until: str | None, time_limit: str | None, now: datetime) -> tuple[datetime, str] | None:
-    """Return the time of `deadline_of`, for a launch that begins ``now``, and what it is from. Raises RequestError."""
+def choose_earliest(until: str | None, time_limit: str | None, now: datetime) -> tuple[datetime, str] | None:
+    """Return the time of `choose_deadline`, for a launch that begins ``now``, and its source. Raises RequestError."""
     ends: list[tuple[datetime, str]] = []
     if until is not None:
-        ends.append((_time_of(until, now), f"--until {until}"))
+        ends.append((_parse_time(until, now), f"--until {until}"))
     if time_limit is not None:
-        from trainwright.recipe.sections.fields import seconds_of  # imports pydantic
+        from trainwright.recipe.sections.fields import parse_seconds  # imports pydantic
 
         try:
-            ends.append((now + timedelta(seconds=seconds_of(time_limit)), f"--time-limit {time_limit}"))
+            ends.append((now + timedelta(seconds=parse_seconds(time_limit)), f"--time-limit {time_limit}"))
         except (ValueError, OverflowError):
             raise RequestError(f"--time-limit: expected a time such as 4 h or 90 min, not {time_limit!r}") from None
     if (job := _end_of_job()) is not None:
@@ -318,7 +318,7 @@ def earliest(until: str | None, time_limit: str | None, now: datetime) -> tuple[
     return min(ends, default=None)
 
 
-def _time_of(until: str, now: datetime) -> datetime:
+def _parse_time(until: str, now: datetime) -> datetime:
     try:
         deadline = datetime.fromisoformat(until).astimezone()
     except (ValueError, OverflowError):
@@ -339,7 +339,7 @@ def _time_of(until: str, now: datetime) -> datetime:
 
 def _end_of_job() -> tuple[datetime, str] | None:
     """Return when Slurm ends the job of this process, or None if there is no job or no limit."""
-    job = scheduler_job() if "SLURM_JOB_ID" in os.environ else None
+    job = find_scheduler_job() if "SLURM_JOB_ID" in os.environ else None
     if job is None:
         return None
     end = os.environ.get(_JOB_END, "")
@@ -349,26 +349,26 @@ def _end_of_job() -> tuple[datetime, str] | None:
         job_end = datetime.fromtimestamp(int(end)) if end.isdigit() else datetime.fromisoformat(end)
     except (ValueError, OverflowError, OSError):  # no limit, or no scheduler that could be asked
         return None
-    source, ahead = f"the time limit of Slurm job {job}", _ahead_of_slurm()
+    source, ahead = f"the time limit of Slurm job {job}", _measure_clock_lead()
     if abs(ahead) <= _CLOCK_SECONDS:
         return job_end.astimezone(), source
     apart = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the scheduler's"
     return job_end.astimezone() + timedelta(seconds=ahead), f"{source}; this node's clock is {apart}, which counts"
 
 
-def _ahead_of_slurm() -> float:
+def _measure_clock_lead() -> float:
     """Return by how many seconds this node's clock is ahead of the scheduler's, which ends the job; 0 if unknown."""
-    match = _SLURM_CLOCK.search(_answer("sdiag"))
+    match = _SLURM_CLOCK.search(_run_command("sdiag"))
     return 0.0 if match is None else time.time() - float(match[1])
 
 
 def _ask_slurm(job: str) -> str:
     """Return the end of the job as squeue shows it; older versions of Slurm do not set it in the environment."""
-    lines = _answer("squeue", "--noheader", "--format", "%e", "--jobs", job).split()
+    lines = _run_command("squeue", "--noheader", "--format", "%e", "--jobs", job).split()
     return lines[0] if lines else ""
 
 
-def _answer(*command: str) -> str:
+def _run_command(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_SLURM_SECONDS).stdout
     except (OSError, subprocess.SubprocessError):

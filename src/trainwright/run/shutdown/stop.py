@@ -91,12 +91,12 @@ def stop_requested() -> bool:
     return bool(_flag.value) or _resize.value == RESIZE_NOW
 
 
-def resize_requested() -> bool:
+def is_resize_requested() -> bool:
     """Return whether this run is to end after its next checkpoint, to go on with another number of processes."""
     return bool(_resize.value)
 
 
-def heeded_signals() -> list[signal.Signals]:
+def list_heeded_signals() -> list[signal.Signals]:
     """Return the stop signals without a SIGHUP that is ignored: with nohup, the run is to outlive the terminal."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [number for number in STOP_SIGNALS if not (ignored and number == signal.SIGHUP)]
@@ -129,7 +129,7 @@ class Stopping:
     def __enter__(self) -> Self:
         global _handles_signals
         _handles_signals = True
-        for number in heeded_signals():
+        for number in list_heeded_signals():
             self._previous[number] = signal.signal(number, self._handle)
         _stop_with_shell()
         return self
@@ -157,7 +157,7 @@ class Stopping:
         return bool(self.flag.value)
 
     @contextmanager
-    def looking(self, look: Callable[[], str | None]) -> Iterator[None]:
+    def add_look(self, look: Callable[[], str | None]) -> Iterator[None]:
         """Ask ``look`` too whether a stop is requested, while the context is entered; it returns the reason."""
         self._look = look
         try:
@@ -166,7 +166,7 @@ class Stopping:
             self._look = None
 
     @contextmanager
-    def workers_run(self) -> Iterator[None]:
+    def let_workers_run(self) -> Iterator[None]:
         """While entered, only set `killed` on the second SIGINT: who runs the workers looks at it."""
         before, self.kill = self.kill, lambda: None
         try:
@@ -217,7 +217,7 @@ def _notify(line: str) -> None:
 
 
 @contextmanager
-def interruptible(*, to_the_end: bool = False) -> Iterator[None]:
+def interrupt_on_stop(*, to_the_end: bool = False) -> Iterator[None]:
     """Raise Interrupted in the main thread on a stop signal, while nothing has begun.
 
     ``to_the_end``: what follows is the end of the process, whose exit code no signal changes any more.
@@ -227,7 +227,7 @@ def interruptible(*, to_the_end: bool = False) -> Iterator[None]:
         if not _handles_signals:  # otherwise it is handled when all is done
             raise Interrupted
 
-    previous = {number: signal.signal(number, interrupt) for number in heeded_signals()}
+    previous = {number: signal.signal(number, interrupt) for number in list_heeded_signals()}
     try:
         yield
     finally:
@@ -246,7 +246,7 @@ def follow_launcher(flags: Flags, ended: Callable[[signal.Signals], None]) -> No
     _flag, _fresh, _resize = flags.stop, flags.fresh, flags.resize
     read, write = os.pipe()
     os.set_blocking(write, False)
-    for number in heeded_signals():
+    for number in list_heeded_signals():
         signal.signal(number, _ignore)
         signal.siginterrupt(number, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -256,14 +256,14 @@ def follow_launcher(flags: Flags, ended: Callable[[signal.Signals], None]) -> No
 
 def follow_signals() -> None:
     """Handle signals in a worker of another launcher (torchrun, srun): any stop signal requests a stop."""
-    for number in heeded_signals():
+    for number in list_heeded_signals():
         signal.signal(number, lambda *_: request_stop())
 
 
 def restore_default_signals() -> None:
     """Restore the default signal handling, for child processes that do not handle stop requests."""
     signal.set_wakeup_fd(-1)
-    for number in (*heeded_signals(), signal.SIGQUIT):
+    for number in (*list_heeded_signals(), signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
 
 
@@ -293,7 +293,7 @@ def _interrupt() -> None:
 def _stop_with_shell() -> None:
     """Have the kernel send SIGTERM when the job script's shell dies: the run stops after a checkpoint."""
     parent = os.getppid()
-    if not sys.platform.startswith("linux") or scheduler_job() is None or not is_shell(parent):
+    if not sys.platform.startswith("linux") or find_scheduler_job() is None or not is_shell(parent):
         return
     if signal_after_parent(signal.SIGTERM, parent):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -373,7 +373,7 @@ _JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID", "FLUX_JOB_
 STARTS_AGAIN = "TRAINWRIGHT_STARTS_AGAIN"
 
 
-def scheduler_job() -> str | None:
+def find_scheduler_job() -> str | None:
     """Return the number of the scheduler's job of this process, with Slurm's index in an array; None outside of one.
 
     Without its index, the element of an array that starts last has the number of the array, which Slurm's commands take
@@ -387,7 +387,7 @@ def scheduler_job() -> str | None:
 
 def is_restart() -> bool:
     """Return whether what has started this process may start it again when a machine has failed (exit code 5)."""
-    return scheduler_job() is not None or bool(os.environ.get(STARTS_AGAIN))
+    return find_scheduler_job() is not None or bool(os.environ.get(STARTS_AGAIN))
 
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h

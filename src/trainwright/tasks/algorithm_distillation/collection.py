@@ -26,12 +26,12 @@ import numpy as np
 import torch
 
 from trainwright.errors import MachineError, RequestError, TrainingError
-from trainwright.recipe.extensions import inherited_environment
+from trainwright.recipe.extensions import build_child_environment
 from trainwright.tasks.algorithm_distillation.environments import Environment, make
-from trainwright.tasks.algorithm_distillation.environments.base import mixed
-from trainwright.tasks.algorithm_distillation.histories import Histories, History, returns_of_episodes, write
-from trainwright.tasks.algorithm_distillation.learners import learners
-from trainwright.utils.drawing import new_figure, save_chart
+from trainwright.tasks.algorithm_distillation.environments.base import mix_bits
+from trainwright.tasks.algorithm_distillation.histories import Histories, History, compute_episode_returns, write
+from trainwright.tasks.algorithm_distillation.learners import build_learners
+from trainwright.utils.drawing import build_figure, save_chart
 
 # Goals per process: the networks of this many fit a core's cache, and larger groups are slower; tables are faster the
 # more there are.
@@ -93,19 +93,21 @@ def collect(collection: Collection, processes: int, progress: Callable[[Collecti
         TrainingError: a process ended early.
     """
     if _is_there(collection):
-        if _marked(collection) == collection.request:
+        if _read_request(collection) == collection.request:
             shutil.rmtree(collection.parts)
         return False
     environment = collection.make_environment()
     # A source that cannot learn here raises now, before anything is written.
-    learners(environment, environment.tasks()[list(collection.goals[:1])], torch.zeros(1).long(), collection.source)
+    build_learners(
+        environment, environment.tasks()[list(collection.goals[:1])], torch.zeros(1).long(), collection.source
+    )
     _claim(collection)
-    missing = [goal for goal in collection.goals if not _part(collection, goal).exists()]
-    groups = _groups(missing, processes, _together(collection.source))
+    missing = [goal for goal in collection.goals if not _build_part_path(collection, goal).exists()]
+    groups = _group_goals(missing, processes, _count_goals_at_once(collection.source))
     try:
         if groups:
             _work(collection, groups, processes, progress)
-        write(collection.path, environment, collection.source, _parts(collection, environment))
+        write(collection.path, environment, collection.source, _iterate_parts(collection, environment))
     except OSError as error:
         raise MachineError(f"{collection.path}: cannot be written: {error}; finished tasks are kept") from error
     shutil.rmtree(collection.parts)
@@ -132,7 +134,7 @@ def _is_there(collection: Collection) -> bool:
 
 def _claim(collection: Collection) -> None:
     """Create the directory of parts, or check that it belongs to the same request."""
-    marked = _marked(collection)
+    marked = _read_request(collection)
     if marked == collection.request:
         return
     if marked is not None:
@@ -149,18 +151,18 @@ def _claim(collection: Collection) -> None:
     temporary.replace(collection.parts / _REQUEST)
 
 
-def _marked(collection: Collection) -> Any:
+def _read_request(collection: Collection) -> Any:
     """Return the request of the existing parts, None if there are none."""
     file = collection.parts / _REQUEST
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
-def _together(source: Mapping[str, Any]) -> int:
+def _count_goals_at_once(source: Mapping[str, Any]) -> int:
     """Return the number of goals that learn at once in a process."""
     return _GOALS_OF_PPO if source["name"] == "ppo" else max(1, _STREAMS_OF_TABLES // int(source["streams"]))
 
 
-def _groups(goals: list[int], processes: int, together: int) -> list[list[int]]:
+def _group_goals(goals: list[int], processes: int, together: int) -> list[list[int]]:
     """Return groups of at most ``together`` goals, as even as possible, and enough of them for all processes."""
     if not goals:
         return []
@@ -169,14 +171,14 @@ def _groups(goals: list[int], processes: int, together: int) -> list[list[int]]:
     return [goals[group::count] for group in range(count)]
 
 
-def _parts(collection: Collection, environment: Environment) -> Iterator[tuple[int, History]]:
+def _iterate_parts(collection: Collection, environment: Environment) -> Iterator[tuple[int, History]]:
     """Yield the finished goals, each read when it is needed."""
     for goal in sorted(collection.goals):
-        with Histories(_part(collection, goal), environment) as part:
+        with Histories(_build_part_path(collection, goal), environment) as part:
             yield goal, part.goal(0)
 
 
-def _part(collection: Collection, goal: int) -> Path:
+def _build_part_path(collection: Collection, goal: int) -> Path:
     return collection.parts / f"{goal}.h5"
 
 
@@ -201,10 +203,10 @@ def _work(
         min(processes, len(groups)),
         mp_context=context,
         initializer=_enter,
-        initargs=(shared, os.getpid(), inherited_environment()),
+        initargs=(shared, os.getpid(), build_child_environment()),
     )
     try:
-        with _undisturbed():
+        with _ignore_signals():
             submitted = [pool.submit(_learn, collection, group, n) for n, group in enumerate(groups)]
         waiting: set[Future[None]] = set(submitted)
         while waiting:
@@ -224,7 +226,7 @@ def _work(
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _ignore_signals() -> Iterator[None]:
     """Start processes that ignore ctrl-C, and delay SIGTERM, which would end a starting process with a traceback."""
     received: list[int] = []
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the processes
@@ -262,29 +264,29 @@ def _learn(collection: Collection, goals: list[int], group: int) -> None:
     environment = collection.make_environment()
     source = collection.source
     # Of the goal, not of its index in the group.
-    seeds = mixed(torch.tensor(goals) + (source["seed"] << 32))
-    learner = learners(environment, environment.tasks()[goals], seeds, source)
+    seeds = mix_bits(torch.tensor(goals) + (source["seed"] << 32))
+    learner = build_learners(environment, environment.tasks()[goals], seeds, source)
 
     def report(part: float) -> None:
         _shared[group] = min(part, 0.999)
 
     recording = learner.learn(source["steps"], report)
     for index, goal in enumerate(goals):
-        write(_part(collection, goal), environment, source, [(goal, recording.goal(index))])
+        write(_build_part_path(collection, goal), environment, source, [(goal, recording.goal(index))])
     _shared[group] = 1.0
 
 
 _MAX_LINES = 200
 
 
-def learning_curves(histories: Histories) -> np.ndarray:
+def compute_learning_curves(histories: Histories) -> np.ndarray:
     """Return the mean return over the streams, float32 ``[goals, episodes]``; NaN where no stream has so many."""
     curves = []
     for index in range(len(histories)):
         history = histories.goal(index)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # means over nothing, which are NaN as intended
-            curves.append(np.nanmean(returns_of_episodes(history.dones, history.rewards), axis=0))
+            curves.append(np.nanmean(compute_episode_returns(history.dones, history.rewards), axis=0))
     returns = np.full((len(curves), max(len(curve) for curve in curves)), np.nan, np.float32)
     for row, curve in zip(returns, curves, strict=True):
         row[: len(curve)] = curve
@@ -298,8 +300,8 @@ def draw_curves(histories: Histories, file: Path) -> None:
         RequestError: the format of ``file`` is not supported, or its directory does not exist.
         MachineError: matplotlib is not installed.
     """
-    figure = new_figure(8, 5, "--chart")
-    curves = learning_curves(histories)
+    figure = build_figure(8, 5, "--chart")
+    curves = compute_learning_curves(histories)
     axes = figure.subplots()
     episodes = np.arange(1, curves.shape[1] + 1)
     for number, curve in enumerate(curves[:_MAX_LINES]):
@@ -307,7 +309,7 @@ def draw_curves(histories: Histories, file: Path) -> None:
             episodes, curve, color="tab:orange", alpha=0.25, linewidth=0.7, label="a task" if not number else None
         )
     axes.plot(episodes, np.nanmean(curves, axis=0), color="tab:blue", linewidth=2, label="mean of all tasks")
-    if np.isfinite(best := optimum(histories)):
+    if np.isfinite(best := compute_mean_optimum(histories)):
         axes.axhline(best, color="tab:grey", linestyle="--", label="mean of the optimum")
     axes.set_xlabel("episode")
     axes.set_ylabel(f"return, mean of {histories.streams} streams")
@@ -318,7 +320,7 @@ def draw_curves(histories: Histories, file: Path) -> None:
     save_chart(figure, file)
 
 
-def optimum(histories: Histories) -> float:
+def compute_mean_optimum(histories: Histories) -> float:
     """Return the mean of the optimal returns of the tasks; NaN if one is not known."""
     environment = histories.make_environment()
     return float(environment.optimal_return(environment.tasks()[histories.goals]).mean())

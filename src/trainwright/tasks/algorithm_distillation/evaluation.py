@@ -29,14 +29,19 @@ from trainwright.parallel.world import World
 from trainwright.recipe.loading import load_recipe
 from trainwright.tasks.algorithm_distillation import in_context
 from trainwright.tasks.algorithm_distillation.environments import Environment, check_stored
-from trainwright.tasks.algorithm_distillation.histories import returns_of_episodes
+from trainwright.tasks.algorithm_distillation.histories import compute_episode_returns
 from trainwright.tasks.algorithm_distillation.in_context import Returns, Trial
 from trainwright.tasks.algorithm_distillation.model import ABOUT, HistoryModel, is_history_model, load_history_model
 from trainwright.tasks.algorithm_distillation.objective import HistoryObjective, LossWeights
 from trainwright.tasks.algorithm_distillation.spec import AlgorithmDistillationSection
-from trainwright.tasks.algorithm_distillation.task import environment_of, open_histories, shape_of, tasks_tried
-from trainwright.utils.drawing import new_figure
-from trainwright.utils.paths import user_path
+from trainwright.tasks.algorithm_distillation.task import (
+    build_environment,
+    open_histories,
+    select_trial_tasks,
+    shape_of,
+)
+from trainwright.utils.drawing import build_figure
+from trainwright.utils.paths import expand_user_path
 
 RESULT, METRICS, FIGURE = "eval_result.npz", "metrics.json", "returns.png"
 _NORMAL_95 = 1.959964  # the normal distribution's 97.5 % quantile
@@ -65,7 +70,7 @@ class AgentRequest:
 
 def is_agent(model: str) -> bool:
     """Return whether ``model`` is a history model, or a run or checkpoint of one. Reads no weights."""
-    path = user_path(model)
+    path = expand_user_path(model)
     recipe = path / "recipe.yaml"
     if recipe.is_file():
         return load_recipe(recipe).task == "algorithm_distillation"
@@ -78,19 +83,19 @@ def find_agent(request: AgentRequest) -> tuple[UnloadedModel, AlgorithmDistillat
     Raises:
         RequestError: the agent does not exist.
     """
-    path = user_path(request.model)
+    path = expand_user_path(request.model)
     inside = path.resolve().parent if is_history_model(path) else path
     is_final = inside != path and path.name == "final" and (inside / "recipe.yaml").is_file()
     checkpoint = "final" if is_final else request.checkpoint
     agent = find_model(str(inside) if is_final else request.model, None, checkpoint, of_texts=False)
-    section = _section_of(path) if agent.recipe is None else agent.recipe.own(AlgorithmDistillationSection)
+    section = _read_section(path) if agent.recipe is None else agent.recipe.own(AlgorithmDistillationSection)
     options = {key: getattr(request, key) for key in ("episodes", "copies", "temperature", "greedy_after")}
     trial = section.trial.model_copy(update={key: value for key, value in options.items() if value is not None})
     trial = trial.model_copy(update={"last_episodes": min(trial.last_episodes, trial.episodes)})
     return agent, section.model_copy(update={"trial": trial})
 
 
-def _section_of(agent: Path) -> AlgorithmDistillationSection:
+def _read_section(agent: Path) -> AlgorithmDistillationSection:
     """Return the section saved with a model that was copied out of its run."""
     _, about = load_history_model(agent)
     try:
@@ -117,8 +122,8 @@ def load_agent(agent: UnloadedModel, section: AlgorithmDistillationSection) -> H
         assert agent.section.name is not None
         model, _ = load_history_model(Path(agent.section.name))
         return HistoryObjective(model, LossWeights()).eval()
-    objective = HistoryObjective(HistoryModel(shape_of(section, environment_of(section)), agent.seed), LossWeights())
-    with Checkpoint.open(agent.checkpoint, verify=False).reader() as read, torch.no_grad():
+    objective = HistoryObjective(HistoryModel(shape_of(section, build_environment(section)), agent.seed), LossWeights())
+    with Checkpoint.open(agent.checkpoint, verify=False).open_reader() as read, torch.no_grad():
         for name, parameter in objective.named_parameters():
             parameter.copy_(read.weights(name, Shard.full(parameter)))
     return objective.eval()
@@ -131,8 +136,8 @@ Stage = Callable[[str, int], Callable[[], None]]
 def work_on(request: AgentRequest, work: Path, world: World, stage: Stage) -> None:
     """Evaluate the agent with all ranks; rank 0 writes ``eval_result.npz`` to ``work``."""
     agent, section = find_agent(request)
-    environment = environment_of(section)
-    tasks = tasks_tried(section, environment)
+    environment = build_environment(section)
+    tasks = select_trial_tasks(section, environment)
     module = load_agent(agent, section).to(world.device)
     chosen = section.trial
     trial = Trial(chosen.episodes, chosen.copies, chosen.temperature, request.seed, greedy_after=chosen.greedy_after)
@@ -153,20 +158,22 @@ def work_on(request: AgentRequest, work: Path, world: World, stage: Stage) -> No
         "greedy": greedy,
         "random": in_context.evaluate_random(environment, tasks, trial.copies, trial.episodes, request.seed),
     }
-    source = _source(section, environment, tasks)
+    source = _compute_source_returns(section, environment, tasks)
     if source is not None:
         arrays["source"] = source
     np.savez(work / RESULT, **arrays)
 
 
-def _source(section: AlgorithmDistillationSection, environment: Environment, tasks: torch.Tensor) -> Returns | None:
+def _compute_source_returns(
+    section: AlgorithmDistillationSection, environment: Environment, tasks: torch.Tensor
+) -> Returns | None:
     """Return the returns of the source algorithm on the tasks, or None if there are no histories of them."""
     try:
         with open_histories(section, environment) as histories:
-            rows = [histories.goal(index) for index in histories.indices_of(tasks)]
+            rows = [histories.goal(index) for index in histories.find_indices(tasks)]
     except RequestError:  # none, of another environment, or not of all tasks
         return None
-    returns_of_tasks = [returns_of_episodes(history.dones, history.rewards) for history in rows]
+    returns_of_tasks = [compute_episode_returns(history.dones, history.rewards) for history in rows]
     longest = max(returns.shape[1] for returns in returns_of_tasks)
     widened = [
         np.pad(each, ((0, 0), (0, longest - each.shape[1])), constant_values=np.nan) for each in returns_of_tasks
@@ -189,40 +196,43 @@ class AgentReport:
 
     def metrics(self) -> dict[str, Any]:
         """Return mean returns of the first and the last episodes with intervals, and of every task at the end."""
-        metrics: dict[str, Any] = {"optimum": _number(self.arrays["optimum"].mean())}
-        for name in self._agents():
+        metrics: dict[str, Any] = {"optimum": _convert_to_number(self.arrays["optimum"].mean())}
+        for name in self._list_agents():
             returns = self.arrays[name]
-            parts = {"first": returns[..., :1], "last": last_episodes(returns, self.last_episodes)}
+            parts = {"first": returns[..., :1], "last": select_last_episodes(returns, self.last_episodes)}
             metrics[name] = {
-                key: dict(zip(("mean", "low", "high"), map(_number, interval(part)), strict=True))
+                key: dict(zip(("mean", "low", "high"), map(_convert_to_number, compute_interval(part)), strict=True))
                 for key, part in parts.items()
             }
-        if (best := best_copies(self.arrays["sampled"], self.last_episodes)) is not None:
-            metrics["best_copy"] = {"last": _number(best.mean())}
+        if (best := average_best_copies(self.arrays["sampled"], self.last_episodes)) is not None:
+            metrics["best_copy"] = {"last": _convert_to_number(best.mean())}
         tasks = self.arrays["tasks"].tolist()
         ends = in_context.mean_over_last(self.arrays["sampled"], self.last_episodes).mean(1)
         optimum = self.arrays["optimum"]
         metrics["tasks"] = [
-            {"task": task, "return": float(end), "optimum": _number(best)}
+            {"task": task, "return": float(end), "optimum": _convert_to_number(best)}
             for task, end, best in zip(tasks, ends, optimum, strict=True)
         ]
         return metrics
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of a table of returns by episode, and of first and last returns with intervals."""
-        agents = self._agents()
+        agents = self._list_agents()
         episodes = self.arrays["sampled"].shape[-1]
         shown = sorted({round(i * (episodes - 1) / max(1, _SHOWN_EPISODES - 1)) for i in range(_SHOWN_EPISODES)})
         yield f"{'episode':<10}" + "".join(f"{name:>10}" for name in agents)
         for episode in shown:
-            cells = (_at(self.arrays[name], episode) for name in agents)
+            cells = (_format_mean_return(self.arrays[name], episode) for name in agents)
             yield f"{episode + 1:<10}" + "".join(f"{cell:>10}" for cell in cells)
         yield ""
         for name in agents:
-            first = interval(self.arrays[name][..., :1])
-            last = interval(last_episodes(self.arrays[name], self.last_episodes))
-            yield f"{name:<10} {_words(first)} at first, {_words(last)} over the last {self.last_episodes}"
-        if (chosen := best_copies(self.arrays["sampled"], self.last_episodes)) is not None:
+            first = compute_interval(self.arrays[name][..., :1])
+            last = compute_interval(select_last_episodes(self.arrays[name], self.last_episodes))
+            yield (
+                f"{name:<10} {_format_estimate(first)} at first, {_format_estimate(last)} over the last "
+                f"{self.last_episodes}"
+            )
+        if (chosen := average_best_copies(self.arrays["sampled"], self.last_episodes)) is not None:
             copies = self.arrays["sampled"].shape[1]
             yield f"{'best copy':<10} {chosen.mean():6.2f} over the last {self.last_episodes}, of {copies} per task"
         best = self.arrays["optimum"].mean()
@@ -236,17 +246,17 @@ class AgentReport:
         (directory / METRICS).write_text(json.dumps(self.metrics(), indent=2) + "\n", encoding="utf-8")
         _draw(self.arrays, directory / FIGURE)
 
-    def _agents(self) -> list[str]:
+    def _list_agents(self) -> list[str]:
         return [name for name in ("sampled", "greedy", "random", "source") if name in self.arrays]
 
 
-def last_episodes(returns: Returns, count: int) -> Returns:
+def select_last_episodes(returns: Returns, count: int) -> Returns:
     """Return the last ``count`` episodes of each copy, from returns [..., episodes] padded with NaN."""
     there = np.isfinite(returns)
     return np.take_along_axis(returns, np.argsort(there, axis=-1, kind="stable"), -1)[..., -count:]
 
 
-def best_copies(returns: Returns, count: int) -> Returns | None:
+def average_best_copies(returns: Returns, count: int) -> Returns | None:
     """Return the mean of the last ``count`` episodes [tasks] of the copy that was best in those before, of each task.
 
     A copy is chosen by other episodes than are averaged, as when an agent is deployed. None if there are too few.
@@ -267,13 +277,13 @@ def _draw(arrays: Mapping[str, Any], path: Path) -> None:
     Raises:
         MachineError: matplotlib is not installed.
     """
-    figure = new_figure(7, 4.5, "a figure")
+    figure = build_figure(7, 4.5, "a figure")
     axes = figure.subplots()
     for name, label in _LABELS.items():
         if name not in arrays:
             continue
         returns = arrays[name]
-        bounds = np.array([interval(returns[..., episode, None]) for episode in range(returns.shape[-1])])
+        bounds = np.array([compute_interval(returns[..., episode, None]) for episode in range(returns.shape[-1])])
         episodes = np.arange(1, len(bounds) + 1)
         axes.plot(episodes, bounds[:, 0], label=label, color=_COLORS[name])
         axes.fill_between(episodes, bounds[:, 1], bounds[:, 2], color=_COLORS[name], alpha=0.2, linewidth=0)
@@ -286,7 +296,7 @@ def _draw(arrays: Mapping[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def interval(returns: Returns) -> tuple[float, float, float]:
+def compute_interval(returns: Returns) -> tuple[float, float, float]:
     """Return the mean of returns [tasks, copies, ...], and its 95 % interval over other copies on the same tasks.
 
     The tasks are strata (Cochran 1977, chapter 5): the variance of a task's mean is that of its copies. Copies with
@@ -303,16 +313,16 @@ def interval(returns: Returns) -> tuple[float, float, float]:
     return mean, mean - error, mean + error
 
 
-def _number(value: Any) -> float | None:
+def _convert_to_number(value: Any) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 
-def _at(returns: Returns, episode: int) -> str:
-    mean = interval(returns[..., episode : episode + 1])[0] if episode < returns.shape[-1] else np.nan
+def _format_mean_return(returns: Returns, episode: int) -> str:
+    mean = compute_interval(returns[..., episode : episode + 1])[0] if episode < returns.shape[-1] else np.nan
     return "-" if np.isnan(mean) else f"{mean:.2f}"
 
 
-def _words(estimate: Sequence[float]) -> str:
+def _format_estimate(estimate: Sequence[float]) -> str:
     mean, low, high = estimate
     if np.isnan(mean):
         return f"{'-':>6}"

@@ -20,7 +20,7 @@ import torch
 from trainwright.errors import MachineError, RequestError
 from trainwright.tasks.algorithm_distillation.environments import Environment, check_stored, make
 from trainwright.utils.installation import install_command
-from trainwright.utils.paths import user_path
+from trainwright.utils.paths import expand_user_path
 
 FORMAT = "trainwright-histories-1"
 
@@ -70,8 +70,8 @@ class Histories:
         Raises:
             RequestError: the file does not exist, is not HDF5, lacks an array, or does not match its environment.
         """
-        self.path = user_path(path)
-        self._file = _opened(self.path)
+        self.path = expand_user_path(path)
+        self._file = _open_file(self.path)
         try:
             self._read_outline(environment or make("darkroom"))
         except BaseException:
@@ -104,7 +104,7 @@ class Histories:
         goal = self.goals[index]
         group = self._file[str(goal)]
         try:
-            history = _typed(group[name][time, streams] for name in ARRAYS)
+            history = _convert_types(group[name][time, streams] for name in ARRAYS)
         except OSError as error:
             raise RequestError(f"{self.path}: goal {goal} cannot be read, the file is damaged: {error}") from error
         self._check_values(goal, history)
@@ -117,26 +117,26 @@ class Histories:
         histories = [self.goal(index, time, streams) for index in (range(len(self)) if goals is None else goals)]
         return History(*(np.stack(parts) for parts in zip(*histories, strict=True)))
 
-    def indices_of(self, tasks: Any) -> list[int]:
+    def find_indices(self, tasks: Any) -> list[int]:
         """Return the indices of ``tasks`` ``[n, p]`` (a tensor or an array), for ``goal`` and ``read``.
 
         Raises:
             RequestError: there is no history of one of them.
         """
-        places = {task_key(task): index for index, task in enumerate(self.tasks)}
-        missing = [task for task in np.asarray(tasks) if task_key(task) not in places]
+        places = {build_task_key(task): index for index, task in enumerate(self.tasks)}
+        missing = [task for task in np.asarray(tasks) if build_task_key(task) not in places]
         if missing:
             raise RequestError(
                 f"{self.path}: has no history of {len(missing)} of {len(tasks)} tasks, such as "
                 f"{missing[0].tolist()}; collect it with all tasks"
             )
-        return [places[task_key(task)] for task in np.asarray(tasks)]
+        return [places[build_task_key(task)] for task in np.asarray(tasks)]
 
     def _read_outline(self, otherwise: Environment) -> None:
         file = self._file
         unsaid = {"name": otherwise.name, "options": otherwise.options}
-        self.environment: dict[str, Any] = _described(self.path, file, "environment", unsaid)
-        self.source: dict[str, Any] = _described(self.path, file, "source", {})
+        self.environment: dict[str, Any] = _read_attribute(self.path, file, "environment", unsaid)
+        self.source: dict[str, Any] = _read_attribute(self.path, file, "source", {})
         self.goals = sorted(int(name) for name in file if name.isdigit())
         if not self.goals:
             raise RequestError(f"{self.path}: has no histories: groups named 0, 1, ... are expected, one for each goal")
@@ -179,7 +179,7 @@ class Histories:
         seen = environment.observation_counts
         for name, counts in (("states", seen), ("next_states", seen), ("actions", (environment.action_count,))):
             values = getattr(history, name).reshape(-1, len(counts))
-            if values.size and not _below(values, counts):
+            if values.size and not _is_below(values, counts):
                 raise RequestError(
                     f"{self.path}: {name} of goal {goal} go from {values.min(axis=0).tolist()} to "
                     f"{values.max(axis=0).tolist()}, where whole numbers from 0 to below {list(counts)} are expected "
@@ -203,7 +203,7 @@ def write(
     path: Path, environment: Environment, source: Mapping[str, Any], histories: Iterable[tuple[int, History]]
 ) -> None:
     """Write ``histories``, each with its row of ``environment.tasks()``, to ``path``, completely or not at all."""
-    h5py = _h5py()
+    h5py = _import_h5py()
     tasks = environment.tasks().numpy()
     part = path.with_name(f"{path.name}.part")
     with h5py.File(part, "w") as file:
@@ -218,7 +218,7 @@ def write(
     part.replace(path)
 
 
-def returns_of_episodes(dones: np.ndarray, rewards: np.ndarray) -> np.ndarray:
+def compute_episode_returns(dones: np.ndarray, rewards: np.ndarray) -> np.ndarray:
     """Return the returns of finished episodes, float32 ``[streams, episodes]``, from a goal's arrays ``[time,
     streams]``.
 
@@ -241,8 +241,8 @@ def narrow(counts: Sequence[int]) -> type[np.integer]:
     return np.int32
 
 
-def _opened(path: Path) -> Any:
-    h5py = _h5py()
+def _open_file(path: Path) -> Any:
+    h5py = _import_h5py()
     if path.is_dir():
         raise RequestError(f"{path}: is a directory; a file of histories is expected")
     if not path.is_file():
@@ -253,7 +253,7 @@ def _opened(path: Path) -> Any:
         raise RequestError(f"{path}: is not a readable HDF5 file: {error}") from None
 
 
-def _h5py() -> Any:
+def _import_h5py() -> Any:
     try:
         import h5py
     except ImportError:
@@ -261,7 +261,7 @@ def _h5py() -> Any:
     return h5py
 
 
-def _described(path: Path, file: Any, attribute: str, unsaid: dict[str, Any]) -> dict[str, Any]:
+def _read_attribute(path: Path, file: Any, attribute: str, unsaid: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON of a file's attribute, or ``unsaid`` if it has none."""
     written = file.attrs.get(attribute)
     if written is None:
@@ -276,20 +276,20 @@ def _described(path: Path, file: Any, attribute: str, unsaid: dict[str, Any]) ->
     return described
 
 
-def _below(values: np.ndarray, counts: Sequence[int]) -> bool:
+def _is_below(values: np.ndarray, counts: Sequence[int]) -> bool:
     """Return whether all values are whole numbers from 0 to below their count."""
     integral = values.dtype.kind in "biu" or bool((values == np.floor(values)).all())
     return integral and bool((values >= 0).all() and (values < np.array(counts)).all())
 
 
-def _typed(arrays: Any) -> History:
+def _convert_types(arrays: Any) -> History:
     states, actions, rewards, next_states, dones = arrays
     return History(states, actions, rewards.astype(np.float32), next_states, dones.astype(bool))
 
 
-def _array(path: Path, file: Any, goal: int, name: str) -> Any:
+def _read_array(path: Path, file: Any, goal: int, name: str) -> Any:
     """Return an array of a goal, None if there is none; raise RequestError if it is one of another file."""
-    h5py = _h5py()
+    h5py = _import_h5py()
     for entry in (str(goal), f"{goal}/{name}"):
         link = file.get(entry, getlink=True)
         if isinstance(link, (h5py.ExternalLink, h5py.SoftLink)):  # a soft link can pass through an external one
@@ -305,7 +305,7 @@ def _array(path: Path, file: Any, goal: int, name: str) -> Any:
 
 
 def _shape_of(path: Path, file: Any, goal: int) -> tuple[int, int]:
-    array = _array(path, file, goal, "actions")
+    array = _read_array(path, file, goal, "actions")
     if array is None or array.ndim != 2 or 0 in array.shape:
         raise RequestError(f"{path}: goal {goal} has no array actions [time, streams]")
     return array.shape[0], array.shape[1]
@@ -314,7 +314,7 @@ def _shape_of(path: Path, file: Any, goal: int) -> tuple[int, int]:
 def _check(path: Path, file: Any, goal: int, shape: tuple[int, int], environment: Environment) -> None:
     size = environment.observation_size
     for name in ARRAYS:
-        array = _array(path, file, goal, name)
+        array = _read_array(path, file, goal, name)
         if array is None:
             raise RequestError(f"{path}: goal {goal} has no array {name}; each goal needs {', '.join(ARRAYS)}")
         if array.dtype.kind not in "biuf":
@@ -328,7 +328,7 @@ def _check(path: Path, file: Any, goal: int, shape: tuple[int, int], environment
             )
 
 
-def task_key(task: Any) -> bytes:
+def build_task_key(task: Any) -> bytes:
     """Return the parameters of a task as a key; equal for a list and an array."""
     return np.asarray(task, dtype=np.float64).tobytes()
 

@@ -16,7 +16,7 @@ import torch
 
 from trainwright.parallel.world import World
 from trainwright.tasks.algorithm_distillation.environments import Environment
-from trainwright.tasks.algorithm_distillation.environments.base import mixed, uniform
+from trainwright.tasks.algorithm_distillation.environments.base import mix_bits, sample_uniform
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape, KeyValueCache, Steps
 from trainwright.tasks.algorithm_distillation.objective import HistoryObjective
 from trainwright.utils import heartbeat
@@ -74,8 +74,10 @@ def evaluate_model(
     returns_of_episodes = np.zeros((0, trial.episodes), np.float32)
     if mine:
         shape = module.model.shape
-        context = Context(shape, len(mine), moves_by=context_stride(shape, environment.horizon), cached=trial.cached)
-        seeds = _seeds(trial.seed, torch.tensor(mine))
+        context = Context(
+            shape, len(mine), moves_by=choose_context_stride(shape, environment.horizon), cached=trial.cached
+        )
+        seeds = _build_seeds(trial.seed, torch.tensor(mine))
         agents = Agents(context, seeds.to(world.device), trial.temperature, trial.greedy_after)
 
         def policy(step: Steps) -> torch.Tensor:
@@ -101,7 +103,7 @@ def evaluate_random(
 ) -> Returns:
     """Evaluate an agent with uniformly random actions as ``evaluate_model`` does; [tasks, copies, episodes]."""
     rows = torch.arange(len(tasks) * copies)
-    seeds = _seeds(seed, rows)
+    seeds = _build_seeds(seed, rows)
     draws = _Draws(seeds)
 
     def policy(step: Steps) -> torch.Tensor:
@@ -131,21 +133,21 @@ def play(
     returns = torch.zeros(len(tasks), episodes + 1, device=device)  # the last column collects later rewards
     episode = torch.zeros(len(tasks), dtype=torch.int64, device=device)
     states = copies.reset()
-    step = first_step(states, environment.action_count)
+    step = build_first_step(states, environment.action_count)
     for _ in range(episodes * environment.horizon):
         actions = policy(step)
         states, rewards, dones = copies.step(actions)
         returns[rows, episode] += rewards
         episode = (episode + dones).clamp_(max=episodes)
         step = Steps(states[:, None], actions[:, None], rewards[:, None], dones[:, None])
-        heartbeat.progress()
+        heartbeat.report_progress()
         if not full_length and bool((episode == episodes).all()):
             break
     returns_of_episodes: Returns = returns[:, :episodes].cpu().numpy()
     return returns_of_episodes
 
 
-def context_stride(shape: HistoryShape, horizon: int) -> int:
+def choose_context_stride(shape: HistoryShape, horizon: int) -> int:
     """Return how many steps a full context drops at once: whole episodes if it holds more than one."""
     if shape.steps <= horizon:
         return max(1, shape.steps // 2)
@@ -190,19 +192,19 @@ class _Draws:
     """Random numbers in [0, 1), one per copy and step, independent of those of the environment."""
 
     def __init__(self, seeds: torch.Tensor) -> None:
-        self._seeds = mixed(mixed(seeds))
+        self._seeds = mix_bits(mix_bits(seeds))
         self._count = 0
 
     def next(self) -> torch.Tensor:
         self._count += 1
-        return uniform(self._seeds, self._count)
+        return sample_uniform(self._seeds, self._count)
 
 
-def _seeds(seed: int, rows: torch.Tensor) -> torch.Tensor:
+def _build_seeds(seed: int, rows: torch.Tensor) -> torch.Tensor:
     return rows + (seed << 32)
 
 
-def first_step(states: torch.Tensor, actions: int) -> Steps:
+def build_first_step(states: torch.Tensor, actions: int) -> Steps:
     """Return the step before which nothing happened, from first observations [n, k] and the number of actions."""
     count = len(states)
     return Steps(
@@ -254,49 +256,49 @@ class Context:
             self._begin(model)
         elif self.held == self._shape.steps:
             self._move_on(model)
-        self._steps = step if self._steps is None else _joined(self._steps, step)
+        self._steps = step if self._steps is None else _join_steps(self._steps, step)
         if self._cache is not None:
-            hidden = model.decoded(model.tokens(step), self._cache)
+            hidden = model.decode_tokens(model.tokens(step), self._cache)
         else:
-            hidden = model.decoded(self._tokens(model))
+            hidden = model.decode_tokens(self._tokens(model))
         logits: torch.Tensor = model.act(hidden[:, -1])
         return logits
 
     def _begin(self, model: HistoryModel) -> None:
         if self._shape.latents:
-            self._prefill(model, model.first_memory(self._count), None)
+            self._prefill_cache(model, model.build_first_memory(self._count), None)
         elif self._shape.regions == 2:
-            self._prefill(model, self._between_marks(model, model.no_region(self._count)), None)
+            self._prefill_cache(model, self._enclose_in_marks(model, model.build_missing_region(self._count)), None)
 
     def _move_on(self, model: HistoryModel) -> None:
         """Free space in a full context."""
         assert self._steps is not None
         shape = self._shape
         if shape.latents:
-            queries = model.memory_questions(self._count)
+            queries = model.build_memory_questions(self._count)
             if self._cache is not None:
-                hidden = model.decoded(queries, self._cache)
+                hidden = model.decode_tokens(queries, self._cache)
             else:
-                hidden = model.decoded(torch.cat([self._tokens(model), queries], 1))
-            self._prefill(model, model.remembered(hidden[:, -shape.latents :]), None)
+                hidden = model.decode_tokens(torch.cat([self._tokens(model), queries], 1))
+            self._prefill_cache(model, model.compute_memory(hidden[:, -shape.latents :]), None)
         elif shape.regions == 2:
-            region = model.tokens(self._steps.without_past(shape.actions))
-            self._prefill(model, self._between_marks(model, region), None)
+            region = model.tokens(self._steps.remove_past(shape.actions))
+            self._prefill_cache(model, self._enclose_in_marks(model, region), None)
         else:
             recent = self._steps.part(self._moves_by, shape.steps)
-            self._prefill(model, None, recent.without_past(shape.actions) if recent.length else None)
+            self._prefill_cache(model, None, recent.remove_past(shape.actions) if recent.length else None)
 
-    def _between_marks(self, model: HistoryModel, region: torch.Tensor) -> torch.Tensor:
+    def _enclose_in_marks(self, model: HistoryModel, region: torch.Tensor) -> torch.Tensor:
         opens, closes = (model.mark(self._count, closes=closes) for closes in (False, True))
         return torch.cat([opens, region, closes], 1)
 
-    def _prefill(self, model: HistoryModel, before: torch.Tensor | None, steps: Steps | None) -> None:
+    def _prefill_cache(self, model: HistoryModel, before: torch.Tensor | None, steps: Steps | None) -> None:
         self._before, self._steps = before, steps
         if self._cache is None:
             return
         self._cache.length = 0
         if before is not None or steps is not None:
-            model.decoded(self._tokens(model), self._cache)
+            model.decode_tokens(self._tokens(model), self._cache)
 
     def _tokens(self, model: HistoryModel) -> torch.Tensor:
         """Return all tokens of the context."""
@@ -306,5 +308,5 @@ class Context:
         return torch.cat(parts, 1)
 
 
-def _joined(first: Steps, second: Steps) -> Steps:
+def _join_steps(first: Steps, second: Steps) -> Steps:
     return Steps(*(torch.cat([getattr(first, f.name), getattr(second, f.name)], 1) for f in fields(Steps)))

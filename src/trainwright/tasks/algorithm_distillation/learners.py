@@ -24,7 +24,7 @@ from torch.optim.adam import adam
 
 from trainwright.errors import RequestError
 from trainwright.tasks.algorithm_distillation.environments import Environment, VectorEnvironment
-from trainwright.tasks.algorithm_distillation.environments.base import mixed, uniform
+from trainwright.tasks.algorithm_distillation.environments.base import mix_bits, sample_uniform
 from trainwright.tasks.algorithm_distillation.histories import Recording
 from trainwright.tasks.algorithm_distillation.spec import PpoSection, QLearningSection, UcbSection
 
@@ -40,7 +40,9 @@ class Learners(Protocol):
         ...
 
 
-def learners(environment: Environment, tasks: torch.Tensor, seeds: torch.Tensor, source: Mapping[str, Any]) -> Learners:
+def build_learners(
+    environment: Environment, tasks: torch.Tensor, seeds: torch.Tensor, source: Mapping[str, Any]
+) -> Learners:
     """Return new learners of ``tasks`` ``[goals, p]``, seeded by ``seeds`` int64 ``[goals]``.
 
     Args:
@@ -73,11 +75,11 @@ class Tables:
             raise RequestError(f"source ucb: learns one state, and {environment.name} has more; use q-learning or ppo")
         self.environment = environment
         self.goals, self.streams = len(tasks), streams
-        stream_seeds = mixed((mixed(seeds)[:, None] + torch.arange(streams)).flatten())
-        self.copies = environment.vector(tasks.repeat_interleave(streams, dim=0), seed=mixed(stream_seeds))
+        stream_seeds = mix_bits((mix_bits(seeds)[:, None] + torch.arange(streams)).flatten())
+        self.copies = environment.vector(tasks.repeat_interleave(streams, dim=0), seed=mix_bits(stream_seeds))
         # Random numbers for each action of each learner, to break ties and to explore.
         places = torch.arange(environment.action_count + 1)
-        self._seeds = mixed(stream_seeds + (1 << 32))[:, None] + places
+        self._seeds = mix_bits(stream_seeds + (1 << 32))[:, None] + places
         learners = self.goals * streams
         self._table = (
             _QTable(settings, learners, environment)
@@ -91,7 +93,7 @@ class Tables:
         observations = self.copies.reset()
         for time in range(steps):
             states = self.copies.states()
-            actions = self._table.choose(states, uniform(self._seeds, time), time)
+            actions = self._table.choose(states, sample_uniform(self._seeds, time), time)
             following, rewards, dones = self.copies.step(actions)
             self._table.learn(states, actions, rewards, self.copies.final_states, self.copies.ended)
             recording.add(observations, actions, rewards, self.copies.final_observations, dones)
@@ -110,7 +112,7 @@ class _QTable:
         self.values = torch.full((learners, environment.state_count, environment.action_count), settings.optimism)
 
     def choose(self, states: torch.Tensor, ties: torch.Tensor, time: int) -> torch.Tensor:
-        best = _best(self.values[self.rows, states], ties[:, 1:])
+        best = _find_best(self.values[self.rows, states], ties[:, 1:])
         by_chance = ties[:, 1:].argmax(dim=1)
         return torch.where(ties[:, 0] < self.settings.epsilon, by_chance, best)
 
@@ -140,14 +142,14 @@ class _Arms:
     def choose(self, states: torch.Tensor, ties: torch.Tensor, time: int) -> torch.Tensor:
         means = self.sums / self.tries.clamp(min=1)
         bonus = self.settings.exploration * torch.sqrt(torch.log(torch.tensor(time + 1.0)) / self.tries.clamp(min=1))
-        return _best((means + bonus).masked_fill(self.tries == 0, torch.inf), ties[:, 1:])
+        return _find_best((means + bonus).masked_fill(self.tries == 0, torch.inf), ties[:, 1:])
 
     def learn(self, states: torch.Tensor, actions: torch.Tensor, rewards: torch.Tensor, *_: torch.Tensor) -> None:
         self.sums[self.rows, actions] += rewards
         self.tries[self.rows, actions] += 1
 
 
-def _best(values: torch.Tensor, ties: torch.Tensor) -> torch.Tensor:
+def _find_best(values: torch.Tensor, ties: torch.Tensor) -> torch.Tensor:
     """Return the index of the largest value of each row; ties are resolved by the largest of ``ties``."""
     largest = values == values.max(dim=1, keepdim=True).values
     return ties.masked_fill(~largest, -1).argmax(dim=1)
@@ -167,11 +169,11 @@ class Ppo:
         self.environment = environment
         self.settings = settings
         self.goals, self.streams = len(tasks), streams
-        stream_seeds = mixed(seeds)[:, None] + torch.arange(streams)
+        stream_seeds = mix_bits(seeds)[:, None] + torch.arange(streams)
         copies = tasks.repeat_interleave(streams, dim=0)
-        self.copies: VectorEnvironment = environment.vector(copies, seed=mixed(stream_seeds).flatten())
-        self._action_seeds = mixed(stream_seeds + (1 << 32))
-        self._generators = [torch.Generator().manual_seed(int(seed)) for seed in mixed(seeds)]
+        self.copies: VectorEnvironment = environment.vector(copies, seed=mix_bits(stream_seeds).flatten())
+        self._action_seeds = mix_bits(stream_seeds + (1 << 32))
+        self._generators = [torch.Generator().manual_seed(int(seed)) for seed in mix_bits(seeds)]
         counts = environment.observation_counts
         self._kind = environment.observation_kind
         inputs = sum(counts) if self._kind == "category" else len(counts)
@@ -204,7 +206,7 @@ class Ppo:
         inputs = self._encode(observations)
         logits, values = self._forward(inputs)
         log_probabilities = torch.log_softmax(logits, dim=1)
-        drawn = uniform(self._action_seeds, time)[:, None]
+        drawn = sample_uniform(self._action_seeds, time)[:, None]
         # Rounding may leave the last cumulative sum below one.
         below = log_probabilities.exp().cumsum(dim=1)[:, :-1] <= drawn
         actions = below.sum(dim=1)
@@ -235,14 +237,14 @@ class Ppo:
 
     def _learn_from(self, rollout: _Rollout, last_values: torch.Tensor) -> None:
         settings = self.settings
-        gains = advantages(
+        gains = compute_advantages(
             rollout.rewards, rollout.values, rollout.dones, last_values, settings.gamma, settings.gae_lambda
         )
         returns = gains + rollout.values
         for _ in range(settings.epochs):
             batches = self._shuffled(rollout, gains, returns)
             for number in range(len(batches.inputs)):
-                self._minibatch(batches, number)
+                self._train_on_minibatch(batches, number)
 
     def _shuffled(self, rollout: _Rollout, gains: torch.Tensor, returns: torch.Tensor) -> _Batches:
         samples, size = gains[0].numel(), self.settings.batch_size
@@ -270,12 +272,12 @@ class Ppo:
             returns=dealt(returns).contiguous(),
         )
 
-    def _minibatch(self, batches: _Batches, number: int) -> None:
+    def _train_on_minibatch(self, batches: _Batches, number: int) -> None:
         inputs, buffers = batches.inputs[number], self._learning
         logits, values = self.networks.forward(inputs, buffers)
         policy_slopes = buffers.output_slopes[: self.goals]
         value_slopes = buffers.output_slopes[self.goals :, 0]
-        surrogate_slopes(
+        compute_surrogate_slopes(
             logits,
             batches.actions[number],
             batches.chosen[number],
@@ -306,7 +308,7 @@ class _Batches:
     returns: torch.Tensor
 
 
-def surrogate_slopes(
+def compute_surrogate_slopes(
     logits: torch.Tensor,
     actions: torch.Tensor,
     chosen: torch.Tensor,
@@ -335,7 +337,7 @@ def surrogate_slopes(
     out.mul_(gains[:, None])
 
 
-def advantages(
+def compute_advantages(
     rewards: torch.Tensor,
     values: torch.Tensor,
     dones: torch.Tensor,
@@ -394,8 +396,8 @@ class Networks:
         shapes = [(inputs, hidden), (1, hidden), (hidden, hidden), (1, hidden), (actions, hidden), (actions, 1)]
         size = 2 * self.goals * sum(rows * columns for rows, columns in shapes)
         self.parameters, self.gradients = torch.zeros(size), torch.zeros(size)
-        self.weights = _views(self.parameters, 2 * self.goals, shapes)
-        self.slopes = _views(self.gradients, 2 * self.goals, shapes)
+        self.weights = _split_into_views(self.parameters, 2 * self.goals, shapes)
+        self.slopes = _split_into_views(self.gradients, 2 * self.goals, shapes)
         self._norms = torch.zeros(len(shapes), 2 * self.goals)
         self._moments = torch.zeros_like(self.parameters), torch.zeros_like(self.parameters)
         self._updates = torch.tensor(0.0)
@@ -422,8 +424,8 @@ class Networks:
             inputs: ``[2 * goals, samples, inputs]``, the same for the policy and the value of a goal.
         """
         first, first_bias, second, second_bias, last, last_bias = self.weights
-        _tanh_of_product(first_bias, inputs, first, buffers.first)
-        _tanh_of_product(second_bias, buffers.first, second, buffers.second)
+        _compute_tanh_of_product(first_bias, inputs, first, buffers.first)
+        _compute_tanh_of_product(second_bias, buffers.first, second, buffers.second)
         torch.baddbmm(last_bias, last, buffers.second.transpose(1, 2), out=buffers.outputs)
         return buffers.outputs[: self.goals], buffers.outputs[self.goals :, 0]
 
@@ -437,11 +439,11 @@ class Networks:
         torch.bmm(buffers.output_slopes, buffers.second, out=last)
         torch.sum(buffers.output_slopes, 2, keepdim=True, out=last_bias)
         torch.bmm(buffers.output_slopes.transpose(1, 2), self.weights[4], out=buffers.second_slopes)
-        _through_tanh(buffers.second_slopes, buffers.second)
+        _backpropagate_through_tanh(buffers.second_slopes, buffers.second)
         torch.bmm(buffers.first.transpose(1, 2), buffers.second_slopes, out=second)
         torch.sum(buffers.second_slopes, 1, keepdim=True, out=second_bias)
         torch.bmm(buffers.second_slopes, self.weights[2].transpose(1, 2), out=buffers.first_slopes)
-        _through_tanh(buffers.first_slopes, buffers.first)
+        _backpropagate_through_tanh(buffers.first_slopes, buffers.first)
         torch.bmm(inputs.transpose(1, 2), buffers.first_slopes, out=first)
         torch.sum(buffers.first_slopes, 1, keepdim=True, out=first_bias)
 
@@ -487,16 +489,16 @@ class Buffers:
         self.output_slopes = torch.zeros(networks, actions, samples)
 
 
-def _tanh_of_product(bias: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+def _compute_tanh_of_product(bias: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     # tanh(x) = 2 sigmoid(2x) - 1, which torch computes on CPUs in a third of the time of its tanh.
     torch.baddbmm(bias, inputs, weight, beta=2, alpha=2, out=out).sigmoid_().mul_(2).sub_(1)
 
 
-def _through_tanh(slopes: torch.Tensor, activations: torch.Tensor) -> None:
+def _backpropagate_through_tanh(slopes: torch.Tensor, activations: torch.Tensor) -> None:
     torch.ops.aten.tanh_backward.grad_input(slopes, activations, grad_input=slopes)
 
 
-def _views(flat: torch.Tensor, networks: int, shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
+def _split_into_views(flat: torch.Tensor, networks: int, shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
     # All contiguous, because batched products are much slower with other outputs.
     parts = flat.split([networks * rows * columns for rows, columns in shapes])
     return [part.view(networks, *shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainwright.errors import RequestError
-from trainwright.models.files import replacing
+from trainwright.models.files import replace_directory
 from trainwright.models.safetensors_files import read_header, write_weights
 
 WEIGHTS, ABOUT = "model.safetensors", "agent.json"
@@ -34,7 +34,7 @@ def save_history_model(
 ) -> None:
     """Write a model; ``about`` has the keys ``environment`` and ``tried``."""
     about = {"model": asdict(shape), **about}
-    with replacing(directory) as scratch:
+    with replace_directory(directory) as scratch:
         write_weights({name: tensor.detach().cpu().contiguous() for name, tensor in tensors}, scratch / WEIGHTS)
         (scratch / ABOUT).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
@@ -127,7 +127,7 @@ class HistoryBlock(nn.Module):
         joint = self.query_key_value(self.attention_norm(hidden))
         query, key, value = joint.view(count, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         if rotation is not None:
-            query, key = rotated(query, rotation), rotated(key, rotation)
+            query, key = rotate_vectors(query, rotation), rotate_vectors(key, rotation)
         causal: bool = tokens > 1
         mask: torch.Tensor | None = None
         if cache is not None:
@@ -144,7 +144,7 @@ class HistoryBlock(nn.Module):
         return hidden + F.dropout(fed, self.dropout, self.training)
 
 
-def rotation_of(positions: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+def compute_rotation(positions: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the cosines and sines [2, t, size] of rotary embeddings for ``positions`` [t] (arXiv 2104.09864)."""
     frequencies = _BASE ** (-torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size)
     angles = positions.float()[:, None] * frequencies
@@ -152,7 +152,7 @@ def rotation_of(positions: torch.Tensor, size: int, dtype: torch.dtype) -> torch
     return torch.stack([angles.cos(), angles.sin()]).to(dtype)
 
 
-def rotated(vectors: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+def rotate_vectors(vectors: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """Rotate ``vectors`` [..., t, size] by their positions."""
     first, second = vectors.chunk(2, -1)
     return vectors * rotation[0] + torch.cat([-second, first], -1) * rotation[1]
@@ -226,7 +226,7 @@ class Steps:
         """Return the number of steps."""
         return self.states.shape[1]
 
-    def without_past(self, actions: int) -> Steps:
+    def remove_past(self, actions: int) -> Steps:
         """Return the same steps without the action, reward and done flag before the first one."""
         before = self.before_actions.clone()
         before[:, 0] = actions
@@ -236,7 +236,7 @@ class Steps:
 
 
 class HistoryModel(nn.Module):
-    """Embeddings, blocks and heads. Training and acting both use ``tokens`` and ``decoded``."""
+    """Embeddings, blocks and heads. Training and acting both use ``tokens`` and ``decode_tokens``."""
 
     def __init__(self, shape: HistoryShape, seed: int) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ class HistoryModel(nn.Module):
         parts = torch.stack([action, reward, state], 2) + self.parts.weight
         return parts.flatten(1, 2)
 
-    def decoded(self, tokens: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
+    def decode_tokens(self, tokens: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
         """Return hidden states of ``tokens`` [n, t, width], which follow those in the cache."""
         begin = 0 if cache is None else cache.length
         positions = torch.arange(begin, begin + tokens.shape[1], device=tokens.device)
@@ -299,7 +299,7 @@ class HistoryModel(nn.Module):
         if self.positions is not None:
             tokens = tokens + self.positions(positions)
         else:
-            rotation = rotation_of(positions, self.shape.width // self.shape.heads, tokens.dtype)
+            rotation = compute_rotation(positions, self.shape.width // self.shape.heads, tokens.dtype)
         for block in self.blocks:
             tokens = block(tokens, rotation, cache)
         if cache is not None:
@@ -307,7 +307,7 @@ class HistoryModel(nn.Module):
         hidden: torch.Tensor = self.norm(tokens)
         return hidden
 
-    def at_steps(self, hidden: torch.Tensor) -> torch.Tensor:
+    def select_at_steps(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the hidden states that predict actions [n, t, width]."""
         every = self.shape.tokens_per_step
         return hidden[:, every - 1 :: every]
@@ -317,7 +317,7 @@ class HistoryModel(nn.Module):
         assert self.outcome is not None
         return F.gelu(self.outcome(torch.cat([hidden, self.actions(actions)], -1)))
 
-    def no_region(self, count: int) -> torch.Tensor:
+    def build_missing_region(self, count: int) -> torch.Tensor:
         """Return tokens in place of a missing previous region [count, length, width]."""
         assert self.marks is not None
         length = self.shape.steps * self.shape.tokens_per_step
@@ -328,17 +328,17 @@ class HistoryModel(nn.Module):
         assert self.marks is not None
         return self.marks.weight[int(closes)].expand(count, 1, -1)
 
-    def first_memory(self, count: int) -> torch.Tensor:
+    def build_first_memory(self, count: int) -> torch.Tensor:
         """Return the initial latents, without previous regions [n, latents, width]."""
         assert self.memory is not None
         return self.memory.weight[: self.shape.latents].expand(count, -1, -1)
 
-    def memory_questions(self, count: int) -> torch.Tensor:
+    def build_memory_questions(self, count: int) -> torch.Tensor:
         """Return the query tokens after a region, whose hidden states become its latents [n, latents, width]."""
         assert self.memory is not None
         return self.memory.weight[self.shape.latents :].expand(count, -1, -1)
 
-    def remembered(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_memory(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return latents from the hidden states of the queries, normalized to the scale of tokens."""
         assert self.memory_norm is not None
         remembered: torch.Tensor = self.memory_norm(hidden)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainwright.data.stream.batch import on_device
+from trainwright.data.stream.batch import copy_to_device
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, Steps
 
 # The sums that ``forward`` returns, in order. ``total`` is minimized.
@@ -34,16 +34,16 @@ class HistoryBatch:
     def to(self, device: torch.device) -> HistoryBatch:
         """Return the same batch on ``device``, except for its targets."""
         moved: dict[str, Any] = {
-            field.name: on_device(getattr(self, field.name), device)
+            field.name: copy_to_device(getattr(self, field.name), device)
             for field in fields(self)
             if field.name not in ("steps", "targets")
         }
-        steps = Steps(*(on_device(getattr(self.steps, field.name), device) for field in fields(Steps)))
+        steps = Steps(*(copy_to_device(getattr(self.steps, field.name), device) for field in fields(Steps)))
         return replace(self, steps=steps, **moved)
 
-    def at_targets(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def select_at_targets(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the elements of tensors [n, t, ...] at the targets, [targets, ...]."""
-        places = on_device(self.targets.flatten().nonzero().flatten(), self.actions.device)
+        places = copy_to_device(self.targets.flatten().nonzero().flatten(), self.actions.device)
         return tuple(value.flatten(0, 1).index_select(0, places) for value in values)
 
 
@@ -72,50 +72,50 @@ class HistoryObjective(nn.Module):
         if use is not None:
             return use(self.model)
         assert batch is not None
-        parts = [self._sums(part, hidden) for part, hidden in self._hidden(batch)]
+        parts = [self._sums(part, hidden) for part, hidden in self._compute_hidden(batch)]
         return torch.stack(parts).sum(0)
 
     def blocks(self) -> list[nn.Module]:
         """Return the units of compilation, recomputation and sharding."""
         return list(self.model.blocks)
 
-    def _hidden(self, batch: HistoryBatch) -> Iterator[tuple[HistoryBatch, torch.Tensor]]:
+    def _compute_hidden(self, batch: HistoryBatch) -> Iterator[tuple[HistoryBatch, torch.Tensor]]:
         """Yield batch parts with hidden states [n, t, width] that predict actions, one per region with latents."""
         model, shape = self.model, self.model.shape
         if shape.latents:
-            yield from self._remembering(batch)
+            yield from self._iterate_with_memory(batch)
         elif shape.regions == 2:
-            yield batch, self._behind_a_region(batch)
+            yield batch, self._compute_hidden_after_region(batch)
         else:
-            yield batch, model.at_steps(model.decoded(model.tokens(batch.steps)))
+            yield batch, model.select_at_steps(model.decode_tokens(model.tokens(batch.steps)))
 
-    def _behind_a_region(self, batch: HistoryBatch) -> torch.Tensor:
+    def _compute_hidden_after_region(self, batch: HistoryBatch) -> torch.Tensor:
         model, every = self.model, self.model.shape.tokens_per_step
         count, length = len(batch.actions), model.shape.steps * every
         tokens = model.tokens(batch.steps)
         is_there = batch.real[:, :1, None]
-        before = torch.where(is_there, tokens[:, :length], model.no_region(count))
+        before = torch.where(is_there, tokens[:, :length], model.build_missing_region(count))
         opens, closes = model.mark(count, closes=False), model.mark(count, closes=True)
-        hidden = model.decoded(torch.cat([opens, before, closes, tokens[:, length:]], 1))
-        return model.at_steps(torch.cat([hidden[:, 1 : 1 + length], hidden[:, 2 + length :]], 1))
+        hidden = model.decode_tokens(torch.cat([opens, before, closes, tokens[:, length:]], 1))
+        return model.select_at_steps(torch.cat([hidden[:, 1 : 1 + length], hidden[:, 2 + length :]], 1))
 
-    def _remembering(self, batch: HistoryBatch) -> Iterator[tuple[HistoryBatch, torch.Tensor]]:
+    def _iterate_with_memory(self, batch: HistoryBatch) -> Iterator[tuple[HistoryBatch, torch.Tensor]]:
         """Process the regions in order, with latents of the previous ones, through which gradients flow."""
         model, shape = self.model, self.model.shape
         count, latents = len(batch.actions), shape.latents
-        memory = model.first_memory(count)
+        memory = model.build_first_memory(count)
         for begin in range(0, batch.steps.length, shape.steps):
-            part = _part(batch, begin, begin + shape.steps)
-            queries = [] if begin + shape.steps >= batch.steps.length else [model.memory_questions(count)]
+            part = _select_part(batch, begin, begin + shape.steps)
+            queries = [] if begin + shape.steps >= batch.steps.length else [model.build_memory_questions(count)]
             tokens = model.tokens(part.steps)
-            hidden = model.decoded(torch.cat([memory, tokens, *queries], 1))
+            hidden = model.decode_tokens(torch.cat([memory, tokens, *queries], 1))
             if queries:
-                memory = model.remembered(hidden[:, -latents:])
-            yield part, model.at_steps(hidden[:, latents : latents + tokens.shape[1]])
+                memory = model.compute_memory(hidden[:, -latents:])
+            yield part, model.select_at_steps(hidden[:, latents : latents + tokens.shape[1]])
 
     def _sums(self, batch: HistoryBatch, hidden: torch.Tensor) -> torch.Tensor:
         model, weights = self.model, self.weights
-        chosen, actions, rewards, next_states = batch.at_targets(
+        chosen, actions, rewards, next_states = batch.select_at_targets(
             hidden, batch.actions, batch.rewards, batch.next_states
         )
         logits = model.act(chosen).float()
@@ -149,12 +149,12 @@ class HistoryObjective(nn.Module):
         assert self.model.mark_head is not None
         steps = self.model.shape.steps
         closes = (torch.arange(batch.steps.length, device=hidden.device) % steps == steps - 1).long()
-        expected, chosen = batch.at_targets(closes.expand(len(hidden), -1), hidden)
+        expected, chosen = batch.select_at_targets(closes.expand(len(hidden), -1), hidden)
         logits = self.model.mark_head(chosen).float()
         loss = F.cross_entropy(logits, expected, reduction="sum")
         return loss, (logits.argmax(-1) == expected).sum(), expected.new_full((), len(expected))
 
 
-def _part(batch: HistoryBatch, begin: int, end: int) -> HistoryBatch:
+def _select_part(batch: HistoryBatch, begin: int, end: int) -> HistoryBatch:
     arrays = {f.name: getattr(batch, f.name)[:, begin:end] for f in fields(batch) if f.name != "steps"}
     return replace(batch, steps=batch.steps.part(begin, end), **arrays)

@@ -96,14 +96,14 @@ class SourceAlgorithmSection(Section):
     ucb: UcbSection = Field(default_factory=UcbSection, description="Settings of ucb.")
 
     @staticmethod
-    def key_of(name: str) -> str:
+    def build_settings_key(name: str) -> str:
         """Return the key of the settings of the algorithm ``name``."""
         return name.replace("-", "_")
 
     @property
     def algorithm(self) -> dict[str, Any]:
         """The settings of a collection: ``name``, ``streams``, ``steps``, ``seed`` and the algorithm's own."""
-        own: Section = getattr(self, self.key_of(self.name))
+        own: Section = getattr(self, self.build_settings_key(self.name))
         common = {key: getattr(self, key) for key in ("name", "streams", "steps", "seed")}
         return {**common, **own.model_dump()}
 
@@ -216,7 +216,7 @@ _ROWS_OF_EMBEDDINGS = 64
 _TOKENS_OF_A_STEP = {"transition": 1, "parts": 3}
 
 
-def context_tokens(section: AlgorithmDistillationSection) -> int:
+def count_context_tokens(section: AlgorithmDistillationSection) -> int:
     """Return the tokens of a window, including all its regions, which are kept for the backward pass."""
     steps = section.context_length * _TOKENS_OF_A_STEP[section.model.layout]
     if section.context == "full":
@@ -226,14 +226,14 @@ def context_tokens(section: AlgorithmDistillationSection) -> int:
     return section.trained_regions * (steps + 2 * section.latents)
 
 
-def section_of(recipe: RecipeSchema) -> AlgorithmDistillationSection | None:
+def find_section(recipe: RecipeSchema) -> AlgorithmDistillationSection | None:
     """Return the task's section, or None in a recipe of another task."""
     return recipe.own(AlgorithmDistillationSection) if recipe.spec.name == SPEC.name else None
 
 
 def _needs(recipe: RecipeSchema) -> Needs:
     section = recipe.own(AlgorithmDistillationSection)
-    model, tokens = section.model, context_tokens(section)
+    model, tokens = section.model, count_context_tokens(section)
     config = {
         "model_type": "gpt2",
         "n_embd": model.n_embd,
@@ -254,21 +254,21 @@ def _fill(values: dict[str, Any]) -> dict[str, Any]:
     return {**WITHOUT_TEXTS, **values}
 
 
-def _inputs(recipe: RecipeSchema) -> tuple[str, str]:
+def _describe_inputs(recipe: RecipeSchema) -> tuple[str, str]:
     return "a fresh transformer", recipe.own(AlgorithmDistillationSection).histories
 
 
 def _check(recipe: RecipeSchema) -> Iterator[Contradiction]:
     """Yield contradictions between the section and the task, and within the section."""
     section = recipe.own(AlgorithmDistillationSection)
-    yield from _texts(recipe)
-    yield from _source(section.source)
-    yield from _model(section)
-    yield from _compression(section)
-    yield from _tasks(section)
+    yield from _check_texts(recipe)
+    yield from _check_source(section.source)
+    yield from _check_model(section)
+    yield from _check_compression(section)
+    yield from _check_tasks(section)
 
 
-def _texts(recipe: RecipeSchema) -> Iterator[Contradiction]:
+def _check_texts(recipe: RecipeSchema) -> Iterator[Contradiction]:
     stand_ins = (recipe.model, "model"), (recipe.data, "data")
     if any(section != type(section).model_validate(WITHOUT_TEXTS[name]) for section, name in stand_ins):
         yield Contradiction(
@@ -285,10 +285,10 @@ def _texts(recipe: RecipeSchema) -> Iterator[Contradiction]:
             )
 
 
-def _source(source: SourceAlgorithmSection) -> Iterator[Contradiction]:
+def _check_source(source: SourceAlgorithmSection) -> Iterator[Contradiction]:
     key = f"{_SECTION}.source"
     for name in ("ppo", "q-learning", "ucb"):
-        section = source.key_of(name)
+        section = source.build_settings_key(name)
         kind = type(getattr(source, section))
         if name != source.name and getattr(source, section) != kind():
             yield Contradiction(
@@ -304,7 +304,7 @@ def _source(source: SourceAlgorithmSection) -> Iterator[Contradiction]:
         )
 
 
-def _model(section: AlgorithmDistillationSection) -> Iterator[Contradiction]:
+def _check_model(section: AlgorithmDistillationSection) -> Iterator[Contradiction]:
     model, key = section.model, f"{_SECTION}.model"
     if model.n_embd % model.n_head:
         yield Contradiction(
@@ -322,7 +322,7 @@ def _model(section: AlgorithmDistillationSection) -> Iterator[Contradiction]:
 _READ_BY = {"compression": "", "mark_weight": "region", "latents": "latents", "trained_regions": "latents"}
 
 
-def _compression(section: AlgorithmDistillationSection) -> Iterator[Contradiction]:
+def _check_compression(section: AlgorithmDistillationSection) -> Iterator[Contradiction]:
     for key, compression in _READ_BY.items():
         if getattr(section, key) == type(section).model_fields[key].default:
             continue
@@ -338,7 +338,7 @@ def _compression(section: AlgorithmDistillationSection) -> Iterator[Contradictio
             )
 
 
-def _tasks(section: AlgorithmDistillationSection) -> Iterator[Contradiction]:
+def _check_tasks(section: AlgorithmDistillationSection) -> Iterator[Contradiction]:
     train, test = section.train_tasks, section.test_tasks
     for key, tasks in (("train_tasks", train), ("test_tasks", test)):
         if isinstance(tasks, list) and (twice := [task for task in tasks if tasks.count(task) > 1]):
@@ -366,7 +366,7 @@ SPEC = TaskSpec(
     check=_check,
     fill=_fill,
     needs=_needs,
-    inputs=_inputs,
+    inputs=_describe_inputs,
     reads_texts=False,
     keeps_best=False,  # the loss of predicted actions does not show how well an agent learns in context
     examples=("algorithm_distillation.histories", "the file, or what windows are cut from it,"),

@@ -17,14 +17,19 @@ from trainwright.parallel.world import World
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.tasks.algorithm_distillation.environments import Environment, make
 from trainwright.tasks.algorithm_distillation.histories import Histories
-from trainwright.tasks.algorithm_distillation.histories import task_key as _key
-from trainwright.tasks.algorithm_distillation.in_context import Trial, context_stride, evaluate_model, mean_over_last
+from trainwright.tasks.algorithm_distillation.histories import build_task_key as _key
+from trainwright.tasks.algorithm_distillation.in_context import (
+    Trial,
+    choose_context_stride,
+    evaluate_model,
+    mean_over_last,
+)
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape, save_history_model
 from trainwright.tasks.algorithm_distillation.objective import SUMS, HistoryObjective, LossWeights
 from trainwright.tasks.algorithm_distillation.spec import AlgorithmDistillationSection, SourceAlgorithmSection
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
-from trainwright.tasks.language_model import planned_examples, stream_of
-from trainwright.utils.text import plural
+from trainwright.tasks.language_model import count_planned_examples, stream_of
+from trainwright.utils.text import format_plural
 
 _VALIDATION_WINDOWS = 512  # sampled from all held-out tasks
 
@@ -32,20 +37,20 @@ _VALIDATION_WINDOWS = 512  # sampled from all held-out tasks
 def prepare_once(recipe: RecipeSchema, cache: Path) -> int:
     """Check that the histories exist and fit the recipe; return the number of training windows."""
     section = recipe.own(AlgorithmDistillationSection)
-    environment = environment_of(section)
+    environment = build_environment(section)
     with open_histories(section, environment) as histories:
         goals = find_goals(section, environment, histories)
-        return len(_windows(section, environment, histories, goals.train))
+        return len(_build_windows(section, environment, histories, goals.train))
 
 
 def build(recipe: RecipeSchema, cache: Path) -> AlgorithmDistillation:
     """Return the task of a resolved recipe."""
     section = recipe.own(AlgorithmDistillationSection)
-    environment = environment_of(section)
+    environment = build_environment(section)
     with open_histories(section, environment) as histories:
         goals = find_goals(section, environment, histories)
-        train = _windows(section, environment, histories, goals.train)
-        held_out = _windows(section, environment, histories, goals.held_out) if goals.held_out else None
+        train = _build_windows(section, environment, histories, goals.train)
+        held_out = _build_windows(section, environment, histories, goals.held_out) if goals.held_out else None
         made_by = histories.source
     return AlgorithmDistillation(recipe, environment, goals, train, held_out, made_by)
 
@@ -83,7 +88,7 @@ class AlgorithmDistillation:
         self._objective = HistoryObjective(model, weights)
         self.module: nn.Module = self._objective
         self.stream: Stream[HistoryWindows] = stream_of(
-            recipe, train, planned_examples(recipe, train), training=True, shuffle=True
+            recipe, train, count_planned_examples(recipe, train), training=True, shuffle=True
         )
         # Without histories of the held-out tasks there is no validation loss, but the agent is still evaluated.
         measured = held_out or train
@@ -99,9 +104,9 @@ class AlgorithmDistillation:
     ) -> None:
         """Warn about contexts shorter than an episode or longer than histories, and histories of another source."""
         for warning in (
-            other_source(self._section, self._made_by),
-            short_context(self._section, self._environment),
-            short_histories(self._train),
+            warn_of_other_source(self._section, self._made_by),
+            warn_of_short_context(self._section, self._environment),
+            warn_of_short_histories(self._train),
         ):
             if warning is not None:
                 notify(warning)
@@ -181,9 +186,11 @@ class AlgorithmDistillation:
         return {
             "weights": "fresh weights",
             "data": [
-                f"{self._section.histories}: {plural(len(self._goals.train), 'task')} of {self._environment.name}, "
-                f"{plural(windows.steps, 'step')}{every}",
-                f"{plural(len(windows), 'window')} of up to {plural(windows.cut.window, 'step')}, {seen} a target",
+                f"{self._section.histories}: {format_plural(len(self._goals.train), 'task')} of "
+                f"{self._environment.name}, "
+                f"{format_plural(windows.steps, 'step')}{every}",
+                f"{format_plural(len(windows), 'window')} of up to {format_plural(windows.cut.window, 'step')}, "
+                f"{seen} a target",
                 f"tried on {len(self._goals.tried)} other tasks",
             ],
             "epoch_examples": len(self._train),
@@ -212,7 +219,7 @@ class AlgorithmDistillation:
         """Return None: the model is in a format of this package, whose reader checks names and shapes."""
 
 
-def environment_of(section: AlgorithmDistillationSection) -> Environment:
+def build_environment(section: AlgorithmDistillationSection) -> Environment:
     """Return the environment of a recipe; raise RequestError with the key."""
     try:
         return make(section.environment, **section.environment_options)
@@ -240,7 +247,7 @@ def shape_of(section: AlgorithmDistillationSection, environment: Environment) ->
     )
 
 
-def other_source(section: AlgorithmDistillationSection, made_by: Mapping[str, Any]) -> str | None:
+def warn_of_other_source(section: AlgorithmDistillationSection, made_by: Mapping[str, Any]) -> str | None:
     """Return a warning if other settings of the source made the histories than the recipe has, otherwise None.
 
     Histories that ``trainwright collect`` did not make are not checked.
@@ -259,18 +266,19 @@ def other_source(section: AlgorithmDistillationSection, made_by: Mapping[str, An
     )
 
 
-def short_context(section: AlgorithmDistillationSection, environment: Environment) -> str | None:
+def warn_of_short_context(section: AlgorithmDistillationSection, environment: Environment) -> str | None:
     """Return a warning if a context is shorter than an episode, otherwise None."""
     if section.context_length >= environment.horizon:
         return None
     return (
-        f"algorithm_distillation.context_length: {plural(section.context_length, 'step')} are less than an episode of "
+        f"algorithm_distillation.context_length: {format_plural(section.context_length, 'step')} are less than an "
+        "episode of "
         f"{environment.horizon}: the agent forgets each episode before the next one, so it hardly improves; use "
-        f"several episodes, such as {plural(4 * environment.horizon, 'step')}"
+        f"several episodes, such as {format_plural(4 * environment.horizon, 'step')}"
     )
 
 
-def short_histories(windows: HistoryWindows) -> str | None:
+def warn_of_short_histories(windows: HistoryWindows) -> str | None:
     """Return a warning if every history is shorter than a context, otherwise None."""
     cut = windows.cut
     if windows.longest >= cut.window:
@@ -306,7 +314,7 @@ def open_histories(section: AlgorithmDistillationSection, environment: Environme
     return histories
 
 
-def _windows(
+def _build_windows(
     section: AlgorithmDistillationSection, environment: Environment, histories: Histories, goals: Sequence[int]
 ) -> HistoryWindows:
     shape = shape_of(section, environment)
@@ -315,7 +323,7 @@ def _windows(
         subsample=section.subsample,
         trained_regions=section.trained_regions,
         last_only=section.targets == "last",
-        forgotten_at_once=context_stride(shape, environment.horizon),
+        forgotten_at_once=choose_context_stride(shape, environment.horizon),
     )
     return HistoryWindows(histories, goals, cut, shape)
 
@@ -343,13 +351,13 @@ class Goals:
     tried: torch.Tensor
 
 
-def tasks_tried(section: AlgorithmDistillationSection, environment: Environment) -> torch.Tensor:
+def select_trial_tasks(section: AlgorithmDistillationSection, environment: Environment) -> torch.Tensor:
     """Return the tasks ``[tasks, p]`` to evaluate an agent on: the held-out tasks, or the first of them.
 
     Raises:
-        RequestError: as ``tasks_held_out``.
+        RequestError: as ``select_held_out_tasks``.
     """
-    return tasks_held_out(section, environment)[: section.trial.tasks]
+    return select_held_out_tasks(section, environment)[: section.trial.tasks]
 
 
 def find_goals(section: AlgorithmDistillationSection, environment: Environment, histories: Histories) -> Goals:
@@ -362,20 +370,22 @@ def find_goals(section: AlgorithmDistillationSection, environment: Environment, 
     """
     index_of = {_key(task): index for index, task in enumerate(histories.tasks.tolist())}
     train, test = environment.split(section.split_seed, section.test_fraction)
-    kept_apart = tasks_held_out(section, environment)
+    kept_apart = select_held_out_tasks(section, environment)
     apart = {_key(task) for task in kept_apart.tolist()}
     if isinstance(section.train_tasks, list):
-        chosen = _given(section.train_tasks, environment, "train_tasks")
+        chosen = _check_given_tasks(section.train_tasks, environment, "train_tasks")
         both = [task for task in chosen.tolist() if _key(task) in apart]
         if both:
             raise RequestError(
-                f"{_KEY}.train_tasks: {len(both)} of them are also test tasks, such as {_named(both)}; remove them, "
+                f"{_KEY}.train_tasks: {len(both)} of them are also test tasks, such as {_format_tasks(both)}; remove "
+                "them, "
                 f"or set {_KEY}.test_tasks to others"
             )
         missing = [task for task in chosen.tolist() if _key(task) not in index_of]
         if missing:
             raise RequestError(
-                f"{_KEY}.train_tasks: {histories.path} has no history of {_named(missing)}; collect it, or remove it"
+                f"{_KEY}.train_tasks: {histories.path} has no history of {_format_tasks(missing)}; collect it, or "
+                "remove it"
             )
     else:
         remaining = [
@@ -392,35 +402,36 @@ def find_goals(section: AlgorithmDistillationSection, environment: Environment, 
         raise RequestError(f"{_KEY}.histories: {histories.path} has no task to train on; all of its tasks are held out")
     rows = [index_of[_key(task)] for task in chosen.tolist()]
     held_out = [index_of[_key(task)] for task in kept_apart.tolist() if _key(task) in index_of]
-    return Goals(rows, held_out, chosen, tasks_tried(section, environment))
+    return Goals(rows, held_out, chosen, select_trial_tasks(section, environment))
 
 
-def tasks_held_out(section: AlgorithmDistillationSection, environment: Environment) -> torch.Tensor:
+def select_held_out_tasks(section: AlgorithmDistillationSection, environment: Environment) -> torch.Tensor:
     """Return the held-out tasks ``[tasks, p]``.
 
     Raises:
         RequestError: one of them is not in the environment, or there are none.
     """
     if section.test_tasks is not None:
-        return _given(section.test_tasks, environment, "test_tasks")
+        return _check_given_tasks(section.test_tasks, environment, "test_tasks")
     tried = environment.split(section.split_seed, section.test_fraction)[1]
     if not len(tried):
         raise RequestError(f"{_KEY}.test_fraction: holds out no task to evaluate on; raise it")
     return tried
 
 
-def _given(tasks: Sequence[Sequence[float]], environment: Environment, name: str) -> torch.Tensor:
+def _check_given_tasks(tasks: Sequence[Sequence[float]], environment: Environment, name: str) -> torch.Tensor:
     all_tasks = environment.tasks()
     existing = {_key(task) for task in all_tasks.tolist()}
     unknown = [task for task in tasks if _key(task) not in existing]
     if unknown:
         raise RequestError(
-            f"{_KEY}.{name}: {_named(unknown)} is not a task of {environment.name}; there are {len(all_tasks)} tasks, "
+            f"{_KEY}.{name}: {_format_tasks(unknown)} is not a task of {environment.name}; there are {len(all_tasks)} "
+            "tasks, "
             f"such as {all_tasks[0].tolist()}"
         )
     return torch.tensor(tasks, dtype=all_tasks.dtype)
 
 
-def _named(tasks: Sequence[Sequence[float]]) -> str:
+def _format_tasks(tasks: Sequence[Sequence[float]]) -> str:
     more = f" and {len(tasks) - _MAX_NAMED} more" if len(tasks) > _MAX_NAMED else ""
     return ", ".join(map(str, tasks[:_MAX_NAMED])) + more

@@ -89,9 +89,9 @@ class HistoryWindows:
     def __init__(self, histories: Histories, goals: Sequence[int], cut: Cut, shape: HistoryShape) -> None:
         self.cut = cut
         self._actions_count = shape.actions
-        arrays = [_ordered(histories.goal(goal), cut.subsample) for goal in goals]
+        arrays = [_order_steps(histories.goal(goal), cut.subsample) for goal in goals]
         self._steps = {name: np.concatenate([part[name] for part in arrays]) for name in arrays[0]}
-        begins, lengths, absent = _windows(self._steps.pop("segment"), self._steps.pop("episode_start"), cut)
+        begins, lengths, absent = _cut_windows(self._steps.pop("segment"), self._steps.pop("episode_start"), cut)
         self._begins, self._lengths, self._absent = begins, lengths, absent
         self.fingerprint = self._fingerprint()
 
@@ -152,22 +152,24 @@ class HistoryWindows:
         taken = {name: values[index] for name, values in self._steps.items()}
         targets = real & (position == lengths[:, None] - 1) if self.cut.last_only else real
         return HistoryBatch(
-            steps=self._seen(taken, position),
-            actions=_tensor(taken["actions"], np.int64),
-            rewards=_tensor(taken["rewards"], np.float32),
-            next_states=_tensor(taken["next_states"], np.int64),
+            steps=self._build_seen_steps(taken, position),
+            actions=_convert_to_tensor(taken["actions"], np.int64),
+            rewards=_convert_to_tensor(taken["rewards"], np.float32),
+            next_states=_convert_to_tensor(taken["next_states"], np.int64),
             real=torch.from_numpy(real),
             targets=torch.from_numpy(targets),
         )
 
-    def _seen(self, taken: dict[str, Array], position: Array) -> Steps:
+    def _build_seen_steps(self, taken: dict[str, Array], position: Array) -> Steps:
         first = position <= 0
         before = {name: np.roll(taken[name], 1, axis=1) for name in ("actions", "rewards", "dones")}
         return Steps(
-            states=_tensor(taken["states"], np.int64),
-            before_actions=_tensor(np.where(first, self._actions_count, before["actions"].astype(np.int64)), np.int64),
-            before_rewards=_tensor(np.where(first, 0.0, before["rewards"]), np.float32),
-            before_dones=_tensor(np.where(first, False, before["dones"]), np.bool_),
+            states=_convert_to_tensor(taken["states"], np.int64),
+            before_actions=_convert_to_tensor(
+                np.where(first, self._actions_count, before["actions"].astype(np.int64)), np.int64
+            ),
+            before_rewards=_convert_to_tensor(np.where(first, 0.0, before["rewards"]), np.float32),
+            before_dones=_convert_to_tensor(np.where(first, False, before["dones"]), np.bool_),
         )
 
     def _fingerprint(self) -> str:
@@ -178,11 +180,11 @@ class HistoryWindows:
         return digest.hexdigest()[:32]
 
 
-def _tensor(values: Array, dtype: Any) -> torch.Tensor:
+def _convert_to_tensor(values: Array, dtype: Any) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(values.astype(dtype)))
 
 
-def _ordered(history: History, subsample: int) -> dict[str, Array]:
+def _order_steps(history: History, subsample: int) -> dict[str, Array]:
     """Return the steps of a goal's streams [streams * time], grouped by phase of every n-th episode, and the starts."""
     dones = history.dones.T
     starts = np.ones(dones.shape, bool)
@@ -204,11 +206,11 @@ def _ordered(history: History, subsample: int) -> dict[str, Array]:
     return {**arrays, "segment": begins.reshape(-1), "episode_start": in_order(starts.T)}
 
 
-def _windows(segment: Array, episode_start: Array, cut: Cut) -> tuple[Array, Array, Array]:
+def _cut_windows(segment: Array, episode_start: Array, cut: Cut) -> tuple[Array, Array, Array]:
     """Return first step, length and absent steps before every window, from starts of histories and episodes."""
     edges = np.append(np.flatnonzero(segment), len(segment))
     if cut.last_only:
-        return _windows_to_every_step(edges, cut)
+        return _cut_windows_to_every_step(edges, cut)
     starts = np.flatnonzero(episode_start | segment)
     if np.diff(starts, append=len(segment)).max() > cut.steps:
         # Contexts shorter than an episode start anywhere in it.
@@ -234,8 +236,8 @@ def _windows(segment: Array, episode_start: Array, cut: Cut) -> tuple[Array, Arr
     return starts[usable], np.minimum(remaining, cut.window)[usable], np.zeros(int(usable.sum()), np.int64)
 
 
-def _windows_to_every_step(edges: Array, cut: Cut) -> tuple[Array, Array, Array]:
-    """Return, as ``_windows``, the context of every predicted action, which ends with its step."""
+def _cut_windows_to_every_step(edges: Array, cut: Cut) -> tuple[Array, Array, Array]:
+    """Return, as ``_cut_windows``, the context of every predicted action, which ends with its step."""
     begin_of = np.repeat(edges[:-1], np.diff(edges))
     steps = np.arange(edges[-1])
     if cut.regions == 1:

@@ -20,7 +20,7 @@ def dpo(chosen: torch.Tensor, rejected: torch.Tensor, section: DpoSection) -> to
     times that of the swapped pair (conservative DPO, https://ericmitchell.ai/cdpo.pdf). Without a reference it is
     contrastive preference optimization (arXiv 2401.08417, equation 4).
     """
-    return _smoothed(section.beta * (chosen - rejected), section.label_smoothing)
+    return _compute_smoothed_loss(section.beta * (chosen - rejected), section.label_smoothing)
 
 
 def ipo(chosen: torch.Tensor, rejected: torch.Tensor, section: DpoSection) -> torch.Tensor:
@@ -75,7 +75,7 @@ def sppo(chosen: torch.Tensor, rejected: torch.Tensor, section: DpoSection) -> t
 
 def simpo(chosen: torch.Tensor, rejected: torch.Tensor, section: DpoSection) -> torch.Tensor:
     """Compute simple preference optimization (arXiv 2405.14734, equation 6): -log sigma(beta (s_w - s_l) - gamma)."""
-    return _smoothed(section.beta * (chosen - rejected) - section.margin, section.label_smoothing)
+    return _compute_smoothed_loss(section.beta * (chosen - rejected) - section.margin, section.label_smoothing)
 
 
 def orpo(chosen: torch.Tensor, rejected: torch.Tensor, section: DpoSection) -> torch.Tensor:
@@ -105,5 +105,5 @@ def kto(
     return weights.to(gain.dtype) * (1 - torch.sigmoid(torch.where(good, gain, -gain)))
 
 
-def _smoothed(margin: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+def _compute_smoothed_loss(margin: torch.Tensor, label_smoothing: float) -> torch.Tensor:
     return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)

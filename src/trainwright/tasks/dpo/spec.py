@@ -137,12 +137,12 @@ def _check(recipe: RecipeSchema) -> Iterator[Contradiction]:
         )
 
 
-def _rows(recipe: RecipeSchema, key: str) -> str:
+def _choose_row_kind(recipe: RecipeSchema, key: str) -> str:
     return "answers" if recipe.own(DpoSection).loss_spec.rates_answers else "pairs"
 
 
 def _needs(recipe: RecipeSchema) -> Needs:
-    return Needs(of_losses=True, sequences_per_example=1 if _rows(recipe, "train") == "answers" else 2)
+    return Needs(of_losses=True, sequences_per_example=1 if _choose_row_kind(recipe, "train") == "answers" else 2)
 
 
 SPEC = TaskSpec(
@@ -152,7 +152,7 @@ SPEC = TaskSpec(
     section=DpoSection,
     section_description="Preference loss; only with `task: dpo`.",
     check=_check,
-    rows=_rows,
+    rows=_choose_row_kind,
     needs=_needs,
     no_validation_rows="a run on answers to compare; name rows with one answer each",
     also_called=("preference",),

@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from trainwright.data.rows.pairs import CHOSEN
-from trainwright.data.stream.batch import Batch, on_device
+from trainwright.data.stream.batch import Batch, copy_to_device
 from trainwright.data.stream.dataset_cache import PreparedData
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch, Stream
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.task import ForwardOnly, LossSum
 from trainwright.errors import RequestError
-from trainwright.models.adapters.attaching import switched_off
+from trainwright.models.adapters.attaching import disable_adapters
 from trainwright.models.load import load_tokenizer
 from trainwright.recipe.extensions import load
 from trainwright.recipe.schema import RecipeSchema
@@ -49,7 +49,7 @@ class _Answers:
     stream: Stream
     reference: Reference | None
 
-    def ratios(self, log_probabilities: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def compute_ratios(self, log_probabilities: torch.Tensor, batch: Batch) -> torch.Tensor:
         """Return log pi(y|x) - log pi_ref(y|x) of a batch's answers [S], or log pi(y|x) without a reference."""
         return log_probabilities if self.reference is None else log_probabilities - self.reference.of(batch)
 
@@ -82,7 +82,7 @@ class PreferenceTuning(ReferenceTask):
         self._mismatched: dict[bool, _Answers] = {}
         self._divergence: torch.Tensor | float = 0.0
 
-    def _example_weight(self, dataset: TokenDataset) -> float:
+    def _choose_example_weight(self, dataset: TokenDataset) -> float:
         return float(dataset.sequences_per_example) if self._spec.rates_answers else 1.0
 
     def begin(
@@ -110,7 +110,7 @@ class PreferenceTuning(ReferenceTask):
     def _ask(
         self, passes: ForwardOnly, stream: Stream, examples: Sequence[int], notify: Callable[[str], None]
     ) -> _Answers:
-        without = functools.partial(switched_off, self._lm.model) if self._without_adapter else nullcontext
+        without = functools.partial(disable_adapters, self._lm.model) if self._without_adapter else nullcontext
         return _Answers(stream, self._reference(passes, stream, examples, notify, str(self.start), without))
 
     def before_passes(self, passes: ForwardOnly, batch: GlobalBatch, *, validation: bool) -> None:
@@ -122,7 +122,7 @@ class PreferenceTuning(ReferenceTask):
 
         def visit(module: nn.Module, micro: MicroBatch) -> None:
             tensors = self._batch(answers.stream.dataset, micro, device)
-            ratios = answers.ratios(-tensors.by_sequence(module(tensors, losses=True)), tensors)
+            ratios = answers.compute_ratios(-tensors.sum_by_sequence(module(tensors, losses=True)), tensors)
             if micro.weight:
                 sums.append(torch.stack([ratios.sum(), ratios.new_full((), len(ratios))]))
 
@@ -137,21 +137,21 @@ class PreferenceTuning(ReferenceTask):
         seen: list[torch.Tensor] = []
 
         def objective(losses: torch.Tensor, batch: Batch) -> torch.Tensor:
-            answers = self._scored(self._answers[False], losses, batch)
-            seen.append(self._statistics(answers, batch))
+            answers = self._score_answers(self._answers[False], losses, batch)
+            seen.append(self._compute_statistics(answers, batch))
             return answers.losses.sum().float()
 
         return LossSum(module(batch, objective=objective), micro.weight, seen[-1])
 
-    def _scored(self, answers: _Answers, losses: torch.Tensor, batch: Batch) -> _Scored:
+    def _score_answers(self, answers: _Answers, losses: torch.Tensor, batch: Batch) -> _Scored:
         """Return the scores of a batch's answers and their losses, from the losses of its targets [N]."""
-        log_probabilities = -batch.by_sequence(losses)
-        counts = on_device(torch.tensor(batch.target_counts, dtype=log_probabilities.dtype), losses.device)
-        scores = answers.ratios(log_probabilities, batch)
+        log_probabilities = -batch.sum_by_sequence(losses)
+        counts = copy_to_device(torch.tensor(batch.target_counts, dtype=log_probabilities.dtype), losses.device)
+        scores = answers.compute_ratios(log_probabilities, batch)
         if self._averages:
             scores = scores / counts
         if self._spec.rates_answers:
-            found = self._loss_of(scores, _chosen(batch), self._dpo, self._divergence)
+            found = self._loss_of(scores, _mark_chosen(batch), self._dpo, self._divergence)
             return _Scored(scores, found, None)
         found = self._loss_of(*scores.view(-1, 2).unbind(1), self._dpo)
         if not self._sft_weight:
@@ -163,14 +163,14 @@ class PreferenceTuning(ReferenceTask):
         """Return a vector of sums over one micro-batch of the validation stream."""
         assert self._prepared.validation is not None
         batch = self._batch(self._prepared.validation, micro, device)
-        answers = self._scored(self._answers[True], module(batch, losses=True), batch)
-        return self._statistics(answers, batch) * float(micro.weight > 0)
+        answers = self._score_answers(self._answers[True], module(batch, losses=True), batch)
+        return self._compute_statistics(answers, batch) * float(micro.weight > 0)
 
-    def _statistics(self, answers: _Scored, batch: Batch) -> torch.Tensor:
+    def _compute_statistics(self, answers: _Scored, batch: Batch) -> torch.Tensor:
         """Return ``[loss, weight, divergence, right pairs, pairs, rewards of the chosen, how many, of the rejected,
         …, the term of the chosen answers]``.
         """
-        rewards, chosen = self._dpo.beta * answers.scores.detach(), _chosen(batch)
+        rewards, chosen = self._dpo.beta * answers.scores.detach(), _mark_chosen(batch)
         right = rewards.new_zeros(0)
         if len(rewards) == 2 * len(batch.examples):
             # A tie counts half, as before training.
@@ -209,9 +209,9 @@ class PreferenceTuning(ReferenceTask):
         return metrics
 
 
-def _chosen(batch: Batch) -> torch.Tensor:
+def _mark_chosen(batch: Batch) -> torch.Tensor:
     """Return which answers are chosen or good; bool [S]."""
-    return on_device(torch.tensor([role == CHOSEN for role in batch.roles]), batch.targets.device)
+    return copy_to_device(torch.tensor([role == CHOSEN for role in batch.roles]), batch.targets.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +246,7 @@ class Mismatched(TokenDataset):
             dataset.roles,
             max_length=max_length,
             prompts=prompts,
-            others=_others(dataset, prompts, key),
+            others=_choose_others(dataset, prompts, key),
         )
 
     def sequence_length(self, sequence: int) -> int:
@@ -274,7 +274,7 @@ def _prompt_length(dataset: TokenDataset, sequence: int) -> int:
     return 1 + int(np.argmax(dataset.sequence(sequence)[1][1:]))
 
 
-def _others(dataset: TokenDataset, prompts: npt.NDArray[np.int64], key: str) -> npt.NDArray[np.int64]:
+def _choose_others(dataset: TokenDataset, prompts: npt.NDArray[np.int64], key: str) -> npt.NDArray[np.int64]:
     """Return, for every sequence, the one at its position in the next example (cyclically) with another prompt."""
     count, each = dataset.sequence_count, dataset.sequences_per_example
     assert dataset.members is None or np.array_equal(dataset.members.ravel(), np.arange(count)), "as it is prepared"

@@ -18,13 +18,13 @@ from trainwright.data.stream.stream import MicroBatch
 from trainwright.data.stream.streamed import StreamedDataset, prepare_streamed
 from trainwright.data.stream.windows import WindowDataset, collate_windows, prepare_windows
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.data.tokens.lengths import check_length, remember
+from trainwright.data.tokens.lengths import check_length, remember_lengths
 from trainwright.engine.task import LossSum
 from trainwright.inference.generation import Sampling
-from trainwright.models.load import load_tokenizer, max_positions
+from trainwright.models.load import load_tokenizer, read_max_positions
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.data import DataSection
-from trainwright.tasks.language_model import LanguageModelTask, embeddings_of, prepare_model, with_stages
+from trainwright.tasks.language_model import LanguageModelTask, add_stages, count_embeddings, prepare_model
 from trainwright.tasks.pretrain.spec import PretrainSection
 
 if TYPE_CHECKING:
@@ -49,10 +49,10 @@ def build(recipe: RecipeSchema, cache: Path) -> Pretraining:
 
 
 def _prepare_data(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, cache: Path) -> PreparedData:
-    positions = max_positions(recipe.model, tokenizer)
+    positions = read_max_positions(recipe.model, tokenizer)
     check_length(recipe.data, positions)
     contiguous = recipe.own(PretrainSection).windows == "contiguous"
-    embeddings = embeddings_of(recipe.model, tokenizer)
+    embeddings = count_embeddings(recipe.model, tokenizer)
 
     def windows(data: DataSection) -> PreparedData:
         with_data = recipe.model_copy(update={"data": data})
@@ -63,8 +63,8 @@ def _prepare_data(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, cach
         prepared = windows(recipe.data)
     else:
         prepared = prepare_streamed(recipe, tokenizer, cache, embeddings, positions, windows)
-    remember(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache)
-    return with_stages(recipe, prepared)
+    remember_lengths(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache)
+    return add_stages(recipe, prepared)
 
 
 class Pretraining(LanguageModelTask):
@@ -74,16 +74,16 @@ class Pretraining(LanguageModelTask):
         self._pretrain = recipe.own(PretrainSection)
         super().__init__(recipe, tokenizer, prepared)
         size = self._lm.config.get_text_config().vocab_size
-        self._token_bytes = torch.from_numpy(token_bytes(tokenizer, size)).double()
+        self._token_bytes = torch.from_numpy(count_token_bytes(tokenizer, size)).double()
 
-    def _z_loss(self) -> float:
+    def _choose_z_loss(self) -> float:
         return self._pretrain.z_loss
 
-    def _how_to_write(self) -> Sampling:
+    def _choose_sampling(self) -> Sampling:
         length = self._recipe.evaluate.max_new_tokens
         return Sampling(length, _TEMPERATURE, _TOP_P, seed=self._recipe.train.seed)
 
-    def _collated(self, dataset: TokenDataset, micro: MicroBatch) -> Batch:
+    def _collate_micro_batch(self, dataset: TokenDataset, micro: MicroBatch) -> Batch:
         assert isinstance(dataset, WindowDataset | StreamedDataset)
         return collate_windows(dataset, micro, packed=self._packed, pad_token_id=self._pad)
 
@@ -120,7 +120,7 @@ class Pretraining(LanguageModelTask):
         return {"loss": nats / targets, **per_byte, "perplexity": perplexity, "token_accuracy": correct / targets}
 
 
-def token_bytes(tokenizer: PreTrainedTokenizerBase, size: int) -> npt.NDArray[np.int64]:
+def count_token_bytes(tokenizer: PreTrainedTokenizerBase, size: int) -> npt.NDArray[np.int64]:
     """Return the number of UTF-8 bytes of every token [size]; 0 for special and unused tokens."""
     backend: Any = tokenizer.backend_tokenizer
     bytewise = "ByteLevel" in str(backend.decoder)  # then each character of a token is a byte
@@ -128,11 +128,11 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, size: int) -> npt.NDArray[np
     lengths = np.zeros(size, dtype=np.int64)
     for text, token in tokenizer.get_vocab().items():
         if token not in special and token < size:
-            lengths[token] = len(text) if bytewise else _length(text)
+            lengths[token] = len(text) if bytewise else _count_bytes(text)
     return lengths
 
 
-def _length(text: str) -> int:
+def _count_bytes(text: str) -> int:
     if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):  # a byte-fallback token
         return 1
     return len(text.replace(_WORD_BEGINS, " ").encode())

@@ -12,7 +12,7 @@ from torch import nn
 from trainwright.data.stream.batch import Batch
 from trainwright.data.stream.stream import MicroBatch
 from trainwright.engine.task import LossSum
-from trainwright.models.linear_losses import Head, top_entropy
+from trainwright.models.linear_losses import Head, compute_top_entropy
 from trainwright.models.load import load_tokenizer
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.fields import Section
@@ -36,19 +36,19 @@ def dft(losses: torch.Tensor, batch: Batch) -> torch.Tensor:
     return (losses.detach().neg().exp() * losses).sum()
 
 
-def eaft_weights(head: Head, section: SftSection) -> torch.Tensor:
+def compute_eaft_weights(head: Head, section: SftSection) -> torch.Tensor:
     """Return the weight of each target's loss [N]: the entropy of the most probable tokens, divided, to a power.
 
     Entropy-adaptive fine-tuning (arXiv 2601.02151), with which a token that the model is sure of changes
     little.
     """
-    return (top_entropy(head, section.eaft_top) / section.eaft_divisor).pow(section.eaft_power)
+    return (compute_top_entropy(head, section.eaft_top) / section.eaft_divisor).pow(section.eaft_power)
 
 
 class SupervisedFineTuning(LanguageModelTask):
     """Fine-tuning of a causal language model on conversations or text."""
 
-    def _label_smoothing(self) -> float:
+    def _choose_label_smoothing(self) -> float:
         section = self._recipe.own(Section)  # of another kind in a task that builds on this one
         return section.label_smoothing if isinstance(section, SftSection) else 0.0
 
@@ -56,7 +56,7 @@ class SupervisedFineTuning(LanguageModelTask):
         """Return the summed loss of one micro-batch and the weight of its targets."""
         batch, section = self._batch(self._prepared.train, micro, device), self._recipe.own(SftSection)
         if section.loss == "eaft":
-            total = module(batch, weights=functools.partial(eaft_weights, section=section))
+            total = module(batch, weights=functools.partial(compute_eaft_weights, section=section))
         else:
             total = module(batch, objective=dft if section.loss == "dft" else None)
         return LossSum(total, float(len(batch.targets)))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainwright.errors import RequestError
-from trainwright.utils.paths import user_path
+from trainwright.utils.paths import expand_user_path
 
 # How a row of a set asks: a question in the chat template, one after examples in plain text, the continuation of a
 # text, or a letter; auto is detected from the rows.
@@ -79,13 +79,13 @@ def find_benchmark(name: str, key: str = KEY) -> Benchmark:
     what, _, origin = name.partition("@")
     kind, _, part = what.partition(":")
     if kind == "files":
-        return _files(name, origin, key)
+        return _build_from_files(name, origin, key)
     if kind == "tofu" and part in TOFU_SPLITS:
-        return _tofu(name, part, _SplitDataset(origin or _TOFU, key))
+        return _build_tofu(name, part, _SplitDataset(origin or _TOFU, key))
     if kind == "muse" and part in _MUSE:
-        return _muse(name, _SplitDataset(origin or _MUSE[part], key))
+        return _build_muse(name, _SplitDataset(origin or _MUSE[part], key))
     if kind == "wmdp" and part in _WMDP_SUBJECTS:
-        return _wmdp(name, part, origin, key)
+        return _build_wmdp(name, part, origin, key)
     raise RequestError(f"{key}: unknown benchmark {name!r}; choose from {_NAMES}")
 
 
@@ -95,7 +95,7 @@ def is_missing_here(name: str) -> bool:
     return (
         bool(origin)
         and not name.startswith("files@")
-        and not (user_path(origin).exists() or _may_be_on_the_hub(origin))
+        and not (expand_user_path(origin).exists() or _may_be_on_the_hub(origin))
     )
 
 
@@ -108,7 +108,7 @@ class _SplitDataset:
 
     def __init__(self, origin: str, key: str) -> None:
         self._origin, self._key = origin, key
-        path = user_path(origin)
+        path = expand_user_path(origin)
         self._directory = path if path.is_dir() else None
         if self._directory is None and not _may_be_on_the_hub(origin):
             raise RequestError(
@@ -146,7 +146,7 @@ class _SplitDataset:
         return next((str(file) for file in files if file.is_file()), None)
 
 
-def _tofu(name: str, forget: str, dataset: _SplitDataset) -> Benchmark:
+def _build_tofu(name: str, forget: str, dataset: _SplitDataset) -> Benchmark:
     holdout = forget.replace("forget", "holdout")
     training = {
         "forget": dataset.find(forget),
@@ -167,7 +167,7 @@ def _tofu(name: str, forget: str, dataset: _SplitDataset) -> Benchmark:
     return Benchmark(name, {each: source for each, source in training.items() if source is not None}, sets)
 
 
-def _muse(name: str, dataset: _SplitDataset) -> Benchmark:
+def _build_muse(name: str, dataset: _SplitDataset) -> Benchmark:
     def retain(config: str, suffix: str = "") -> str:
         # The authors' own files are named retain2, their sets on the Hub retain.
         return dataset.find(config, f"retain{suffix}") or dataset.need(config, f"retain2{suffix}")
@@ -186,8 +186,8 @@ def _muse(name: str, dataset: _SplitDataset) -> Benchmark:
     return Benchmark(name, training, sets)
 
 
-def _wmdp(name: str, part: str, origin: str, key: str) -> Benchmark:
-    local = bool(origin) and user_path(origin).is_file()
+def _build_wmdp(name: str, part: str, origin: str, key: str) -> Benchmark:
+    local = bool(origin) and expand_user_path(origin).is_file()
     if origin and not local and not _may_be_on_the_hub(origin):
         raise RequestError(
             f"{key}: no such file {origin}; after wmdp's @, give a file of rows with question, choices and answer, or "
@@ -204,7 +204,7 @@ def _wmdp(name: str, part: str, origin: str, key: str) -> Benchmark:
     return Benchmark(name, training, {"choices": EvaluationSet(source, "choices", before=before)})
 
 
-def _files(name: str, origins: str, key: str) -> Benchmark:
+def _build_from_files(name: str, origins: str, key: str) -> Benchmark:
     names = ("forget", "retain", "holdout")
     sources: dict[str, str] = {}
     for part in origins.split(","):

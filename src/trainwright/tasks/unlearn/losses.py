@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch.nn.functional import logsigmoid
 
-from trainwright.data.stream.batch import Batch, on_device
+from trainwright.data.stream.batch import Batch, copy_to_device
 from trainwright.errors import RequestError
-from trainwright.models.causal_lm import objective_at
+from trainwright.models.causal_lm import evaluate_objective
 from trainwright.models.linear_losses import Head, LogitLoss, linear_logit_loss
 from trainwright.recipe.extensions import load
 from trainwright.tasks.unlearn.module import UnlearnLM
@@ -41,7 +41,7 @@ class Counts:
     @classmethod
     def of(cls, section: UnlearnSection, sequences: Sequence[tuple[int, int]]) -> Counts:
         """Return the counts for sequences ``(role, number of targets)``."""
-        learned = _learned(section)
+        learned = _choose_learned_role(section)
         skip = section.value("skip_targets") or 0
         by_answer = section.facts.of in ("answers", "activations")
         forget = [1 if by_answer else max(0, targets - skip) for role, targets in sequences if role == learned]
@@ -67,7 +67,7 @@ class LossSums:
 
     def see(self, batch: Batch, losses: torch.Tensor, role: int) -> None:
         """Add the losses of the targets [n] of the sequences with ``role``."""
-        counts = _counts(batch, role)
+        counts = _list_counts(batch, role)
         sums = [part.sum() for part in losses.double().split(counts)]
         if sums:
             chances = torch.stack([(-total / count).exp() for total, count in zip(sums, counts, strict=True)])
@@ -79,7 +79,7 @@ class LossSums:
         for role in ROLES:
             values += self.likelihoods.get(role, (0.0, 0, 0.0, 0))
         numbers = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
-        fixed = on_device(torch.tensor(numbers, dtype=torch.float64), device).unbind()
+        fixed = copy_to_device(torch.tensor(numbers, dtype=torch.float64), device).unbind()
         return torch.stack(
             [value.double() if isinstance(value, torch.Tensor) else fixed[i] for i, value in enumerate(values)]
         )
@@ -101,7 +101,7 @@ class UnlearnLosses:
     ) -> None:
         self._section = section
         self._of = section.facts.of
-        self._learned = _learned(section)
+        self._learned = _choose_learned_role(section)
         self._formula = Formula.of(section)
         self._reference = reference
         self._direction = direction
@@ -113,30 +113,30 @@ class UnlearnLosses:
         Call it within the forward pass of the module. The sums are written to ``sums``.
         """
         if self._of == "activations":
-            return self._steering(lm, batch, forget, retain, sums)
+            return self._compute_steering_loss(lm, batch, forget, retain, sums)
         head = lm.head(batch)
         total, plain = head.hidden.new_zeros((), dtype=torch.float32), set[int]()
         if self._of == "logits":
-            part, sums.forget = self._of_logits(lm, head, batch, FORGET, self._forget_logits, sums)
+            part, sums.forget = self._sum_logit_loss(lm, head, batch, FORGET, self._compute_logit_loss, sums)
             total = total + forget * part
         else:
             plain |= {FORGET, REFUSAL}
         if self._retain_loss == "kl":
-            part, sums.retain = self._of_logits(lm, head, batch, RETAIN, _divergence, sums)
+            part, sums.retain = self._sum_logit_loss(lm, head, batch, RETAIN, _compute_divergence, sums)
             total = total + retain * part
         elif RETAIN in batch.roles:
             plain.add(RETAIN)
-        return total + self._of_likelihoods(head, batch, plain, forget, retain, sums) if plain else total
+        return total + self._compute_likelihood_losses(head, batch, plain, forget, retain, sums) if plain else total
 
-    def _of_likelihoods(
+    def _compute_likelihood_losses(
         self, head: Head, batch: Batch, roles: set[int], forget: float, retain: float, sums: LossSums
     ) -> torch.Tensor:
         """Return the losses that are functions of the targets' negative log-likelihoods."""
-        chosen = target_indices(batch, roles)
-        head, targets = _at(head, chosen), batch.targets.index_select(0, chosen)
+        chosen = find_target_indices(batch, roles)
+        head, targets = _select_targets(head, chosen), batch.targets.index_select(0, chosen)
 
         def objective(losses: torch.Tensor, batch: Batch) -> torch.Tensor:
-            by_role = _by_role(batch, losses, roles)
+            by_role = _split_by_role(batch, losses, roles)
             for role, part in by_role.items():
                 sums.see(batch, part.detach(), role)
             value = losses.new_zeros(())
@@ -150,7 +150,7 @@ class UnlearnLosses:
                 value = value + retain * retained
             return value.to(losses.dtype)
 
-        return objective_at(head, targets, objective, batch)
+        return evaluate_objective(head, targets, objective, batch)
 
     def _forget(self, losses: dict[int, torch.Tensor], batch: Batch) -> torch.Tensor:
         """Return the forget loss of every token or answer, from the token losses of each role."""
@@ -158,63 +158,67 @@ class UnlearnLosses:
             return self._formula(losses=lambda: losses[self._learned])
         own = losses[FORGET]
         return self._formula(
-            losses=lambda: _sums(batch, own, FORGET),
-            counts=lambda: on_device(torch.tensor(_counts(batch, FORGET), dtype=torch.float64), own.device),
-            ratios=lambda: self._ratios(batch, own, FORGET),
-            refused=lambda: self._ratios(batch, losses[REFUSAL], REFUSAL),
+            losses=lambda: _sum_by_sequence(batch, own, FORGET),
+            counts=lambda: copy_to_device(torch.tensor(_list_counts(batch, FORGET), dtype=torch.float64), own.device),
+            ratios=lambda: self._compute_ratios(batch, own, FORGET),
+            refused=lambda: self._compute_ratios(batch, losses[REFUSAL], REFUSAL),
         )
 
-    def _ratios(self, batch: Batch, losses: torch.Tensor, role: int) -> torch.Tensor:
+    def _compute_ratios(self, batch: Batch, losses: torch.Tensor, role: int) -> torch.Tensor:
         """Return log pi(y|x) - log pi_ref(y|x) of sequences with ``role``, float64, from losses of their targets."""
         assert self._reference is not None
         chosen = torch.tensor([index for index, each in enumerate(batch.roles) if each == role])
-        of_role = self._reference(batch).index_select(0, on_device(chosen, losses.device))
-        return -_sums(batch, losses, role) - of_role
+        of_role = self._reference(batch).index_select(0, copy_to_device(chosen, losses.device))
+        return -_sum_by_sequence(batch, losses, role) - of_role
 
-    def _forget_logits(self, logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor | None) -> torch.Tensor:
+    def _compute_logit_loss(
+        self, logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor | None
+    ) -> torch.Tensor:
         return self._formula(logits=lambda: logits, targets=lambda: targets, teacher=lambda: teacher)
 
-    def _of_logits(
+    def _sum_logit_loss(
         self, lm: UnlearnLM, head: Head, batch: Batch, role: int, loss: LogitLoss, sums: LossSums
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss over the targets of sequences with ``role``, with and without gradient."""
         skip = self._section.value("skip_targets") or 0 if role == FORGET else 0
-        chosen = target_indices(batch, {role}, skip)
+        chosen = find_target_indices(batch, {role}, skip)
         teacher = None
-        if loss is _divergence or self._section.facts.reference == "logits":
-            teacher = lm.reference_head(only(batch, {role}))
+        if loss is _compute_divergence or self._section.facts.reference == "logits":
+            teacher = lm.compute_reference_head(select_role_sequences(batch, {role}))
         targets = batch.targets.index_select(0, chosen)
-        total, each, losses = linear_logit_loss(_at(head, chosen), targets, loss, teacher)
+        total, each, losses = linear_logit_loss(_select_targets(head, chosen), targets, loss, teacher)
         if not skip:
             sums.see(batch, losses, role)
         return total, each.double().sum()
 
-    def _steering(self, lm: UnlearnLM, batch: Batch, forget: float, retain: float, sums: LossSums) -> torch.Tensor:
+    def _compute_steering_loss(
+        self, lm: UnlearnLM, batch: Batch, forget: float, retain: float, sums: LossSums
+    ) -> torch.Tensor:
         """Return the loss of rmu: means over the tokens of each answer, summed over answers."""
         assert self._direction is not None
         needs_logits = self._retain_loss in ("nll", "kl")
         head = lm.head(batch) if needs_logits else None
-        at = lm.taken(batch) if needs_logits else lm.activations(batch)
-        chosen = target_indices(batch, {FORGET})
+        at = lm.taken(batch) if needs_logits else lm.compute_activations(batch)
+        chosen = find_target_indices(batch, {FORGET})
         direction = self._direction.to(at.device, at.dtype)
         steered = self._formula(activations=lambda: at.index_select(0, chosen), direction=lambda: direction)
-        forgotten = _means(batch, steered, FORGET)
+        forgotten = _sum_means(batch, steered, FORGET)
         sums.forget = forgotten.detach()
         total = forget * forgotten
         if self._retain_loss == "activations":
-            frozen = lm.reference_activations(only(batch, {RETAIN}))
-            retained = _means(
-                batch, activation_distance(at.index_select(0, target_indices(batch, {RETAIN})), frozen), RETAIN
+            frozen = lm.compute_reference_activations(select_role_sequences(batch, {RETAIN}))
+            retained = _sum_means(
+                batch, activation_distance(at.index_select(0, find_target_indices(batch, {RETAIN})), frozen), RETAIN
             )
             sums.retain = retained.detach()
             total = total + retain * retained
         elif self._retain_loss == "kl":
             assert head is not None
-            part, sums.retain = self._of_logits(lm, head, batch, RETAIN, _divergence, sums)
+            part, sums.retain = self._sum_logit_loss(lm, head, batch, RETAIN, _compute_divergence, sums)
             total = total + retain * part
         elif self._retain_loss == "nll":
             assert head is not None
-            total = total + self._of_likelihoods(head, batch, {RETAIN}, forget, retain, sums)
+            total = total + self._compute_likelihood_losses(head, batch, {RETAIN}, forget, retain, sums)
         return total
 
 
@@ -256,27 +260,27 @@ _TENSORS = {
 }
 
 
-def _learned(section: UnlearnSection) -> int:
+def _choose_learned_role(section: UnlearnSection) -> int:
     return REFUSAL if section.facts.learns == "refusals" else FORGET
 
 
-def _divergence(logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor | None) -> torch.Tensor:
+def _compute_divergence(logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor | None) -> torch.Tensor:
     assert teacher is not None
     return divergence(logits, teacher)
 
 
-def _at(head: Head, chosen: torch.Tensor) -> Head:
+def _select_targets(head: Head, chosen: torch.Tensor) -> Head:
     if len(chosen) == len(head.hidden):
         return head
     return head._replace(hidden=head.hidden.index_select(0, chosen))
 
 
-def _counts(batch: Batch, role: int) -> list[int]:
+def _list_counts(batch: Batch, role: int) -> list[int]:
     """Return the number of targets of each sequence with ``role``."""
     return [count for each, count in zip(batch.roles, batch.target_counts, strict=True) if each == role]
 
 
-def _by_role(batch: Batch, losses: torch.Tensor, roles: set[int]) -> dict[int, torch.Tensor]:
+def _split_by_role(batch: Batch, losses: torch.Tensor, roles: set[int]) -> dict[int, torch.Tensor]:
     """Split the target losses [n] of the sequences with ``roles`` by role."""
     selected = [(role, count) for role, count in zip(batch.roles, batch.target_counts, strict=True) if role in roles]
     parts = list(zip(selected, losses.split([count for _, count in selected]), strict=True))
@@ -287,33 +291,33 @@ def _by_role(batch: Batch, losses: torch.Tensor, roles: set[int]) -> dict[int, t
     }
 
 
-def _sums(batch: Batch, values: torch.Tensor, role: int) -> torch.Tensor:
+def _sum_by_sequence(batch: Batch, values: torch.Tensor, role: int) -> torch.Tensor:
     """Return the sums of target values over each sequence with ``role``, in float64."""
-    return torch.stack([part.sum() for part in values.double().split(_counts(batch, role))])
+    return torch.stack([part.sum() for part in values.double().split(_list_counts(batch, role))])
 
 
-def _means(batch: Batch, values: torch.Tensor, role: int) -> torch.Tensor:
+def _sum_means(batch: Batch, values: torch.Tensor, role: int) -> torch.Tensor:
     """Return the sum over sequences with ``role`` of the mean of ``values`` over their targets."""
-    parts = values.split(_counts(batch, role))
+    parts = values.split(_list_counts(batch, role))
     return torch.stack([part.mean() for part in parts]).sum()
 
 
-def target_indices(batch: Batch, roles: Collection[int], skip: int = 0) -> torch.Tensor:
+def find_target_indices(batch: Batch, roles: Collection[int], skip: int = 0) -> torch.Tensor:
     """Return indices of targets, int64 [n]: of sequences with one of ``roles``, but each one's first ``skip``."""
     parts, begin = [np.zeros(0, np.int64)], 0
     for role, count in zip(batch.roles, batch.target_counts, strict=True):
         if role in roles:
             parts.append(np.arange(begin + min(skip, count), begin + count))
         begin += count
-    return on_device(torch.from_numpy(np.concatenate(parts)), batch.targets.device)
+    return copy_to_device(torch.from_numpy(np.concatenate(parts)), batch.targets.device)
 
 
-def only(batch: Batch, roles: Collection[int]) -> Batch:
+def select_role_sequences(batch: Batch, roles: Collection[int]) -> Batch:
     """Return the batch with only the sequences that have one of ``roles``; there must be at least one."""
     selected = [index for index, role in enumerate(batch.roles) if role in roles]
     if len(selected) == len(batch.roles):
         return batch
-    chosen = target_indices(batch, roles)
+    chosen = find_target_indices(batch, roles)
     part = replace(
         batch,
         targets=batch.targets.index_select(0, chosen),
@@ -323,12 +327,12 @@ def only(batch: Batch, roles: Collection[int]) -> Batch:
         roles=tuple(batch.roles[index] for index in selected),
         target_counts=tuple(batch.target_counts[index] for index in selected),
     )
-    return _lines(part, selected) if batch.boundaries is None else _stretches(part, selected)
+    return _select_lines(part, selected) if batch.boundaries is None else _select_stretches(part, selected)
 
 
-def _lines(part: Batch, selected: list[int]) -> Batch:
+def _select_lines(part: Batch, selected: list[int]) -> Batch:
     """Select rows of a padded batch."""
-    lines = on_device(torch.tensor(selected), part.targets.device)
+    lines = copy_to_device(torch.tensor(selected), part.targets.device)
     assert part.attention_mask is not None
     width = part.input_ids.shape[1]
     return replace(
@@ -336,17 +340,17 @@ def _lines(part: Batch, selected: list[int]) -> Batch:
         input_ids=part.input_ids.index_select(0, lines),
         position_ids=part.position_ids.index_select(0, lines),
         attention_mask=part.attention_mask.index_select(0, lines),
-        target_index=_moved(part, [(new - old) * width for new, old in enumerate(selected)]),
+        target_index=_shift_target_index(part, [(new - old) * width for new, old in enumerate(selected)]),
         tokens=sum(part.lengths),
     )
 
 
-def _stretches(part: Batch, selected: list[int]) -> Batch:
+def _select_stretches(part: Batch, selected: list[int]) -> Batch:
     """Select sequences of a flat batch."""
     assert part.boundaries is not None
     edges = list(pairwise(part.boundaries.tolist()))
     begins = np.cumsum([0, *part.lengths])
-    cut = on_device(
+    cut = copy_to_device(
         torch.from_numpy(np.concatenate([np.arange(*edges[index]) for index in selected])), part.targets.device
     )
     return replace(
@@ -354,15 +358,17 @@ def _stretches(part: Batch, selected: list[int]) -> Batch:
         input_ids=part.input_ids.index_select(1, cut),
         position_ids=part.position_ids.index_select(1, cut),
         boundaries=torch.from_numpy(begins.astype(np.int32)),
-        target_index=_moved(part, [int(new) - edges[old][0] for new, old in zip(begins, selected, strict=False)]),
+        target_index=_shift_target_index(
+            part, [int(new) - edges[old][0] for new, old in zip(begins, selected, strict=False)]
+        ),
         longest=max(part.lengths),
         tokens=int(begins[-1]),
     )
 
 
-def _moved(part: Batch, by: list[int]) -> torch.Tensor:
+def _shift_target_index(part: Batch, by: list[int]) -> torch.Tensor:
     shifts = np.repeat(np.asarray(by, dtype=np.int64), part.target_counts)
-    return part.target_index + on_device(torch.from_numpy(shifts), part.target_index.device)
+    return part.target_index + copy_to_device(torch.from_numpy(shifts), part.target_index.device)
 
 
 # From the logits of every position [n, V], and optionally those of a teacher, which get no gradient.
@@ -374,7 +380,7 @@ def undial(logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor, b
     The teacher is the reference with the logit of the forget token lowered by ``beta``.
     """
     lowered = teacher.scatter_add(1, targets[:, None], teacher.new_full((len(teacher), 1), -beta))
-    return _cross_entropy(logits, lowered.softmax(1))
+    return _compute_soft_cross_entropy(logits, lowered.softmax(1))
 
 
 def ce_u(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -383,7 +389,7 @@ def ce_u(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     In the target distribution, which gets no gradient, the logit of the forget token is minus infinity.
     """
     aim = logits.detach().scatter(1, targets[:, None], float("-inf")).softmax(1)
-    return _cross_entropy(logits, aim)
+    return _compute_soft_cross_entropy(logits, aim)
 
 
 def flatten(logits: torch.Tensor) -> torch.Tensor:
@@ -397,7 +403,7 @@ def divergence(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     return (expected.exp() * (expected - logits.log_softmax(1))).sum(1)
 
 
-def _cross_entropy(logits: torch.Tensor, aim: torch.Tensor) -> torch.Tensor:
+def _compute_soft_cross_entropy(logits: torch.Tensor, aim: torch.Tensor) -> torch.Tensor:
     """Return -sum_v aim(v) log pi(v) [n]."""
     return -(aim * logits.log_softmax(1)).sum(1)
 
@@ -486,7 +492,7 @@ def activation_distance(activations: torch.Tensor, frozen: torch.Tensor) -> torc
     return (activations - frozen).square().mean(1)
 
 
-def direction(width: int, coefficient: float, seed: int) -> torch.Tensor:
+def sample_direction(width: int, coefficient: float, seed: int) -> torch.Tensor:
     """Return c u: a vector [H], fp32, of length ``coefficient``, with uniform entries in [0, 1) before scaling.
 
     It depends only on ``width``, ``coefficient`` and ``seed``.
@@ -498,6 +504,6 @@ def direction(width: int, coefficient: float, seed: int) -> torch.Tensor:
 # Dual ascent of PDU (arXiv 2506.05314): forget as much as the limit of the retain loss permits.
 
 
-def updated_multiplier(weight: float, retain_loss: float, limit: float, step_size: float) -> float:
+def update_multiplier(weight: float, retain_loss: float, limit: float, step_size: float) -> float:
     """Update the multiplier of L_forget + lambda (L_retain - limit): max(0, lambda + eta (L_retain - limit))."""
     return max(0.0, weight + step_size * (retain_loss - limit))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainwright.data.stream.batch import Batch
-from trainwright.models.adapters.attaching import switched_off
+from trainwright.models.adapters.attaching import disable_adapters
 from trainwright.models.causal_lm import CausalLM, Objective
 from trainwright.models.fused.choice import Kernels
 from trainwright.models.linear_losses import Head
@@ -33,7 +33,7 @@ class UnlearnLM(CausalLM):
 
     Args:
         reference: a separate frozen model, or None without reference or if it is the model without its adapter.
-        layer: index of the block, from 0, whose output ``activations`` returns.
+        layer: index of the block, from 0, whose output ``compute_activations`` returns.
     """
 
     def __init__(
@@ -64,12 +64,12 @@ class UnlearnLM(CausalLM):
         weights: Callable[[Head], torch.Tensor] | None = None,
         work: Work | None = None,
     ) -> torch.Tensor:
-        """Return the result of ``work``, token losses of the reference (see ``as_reference``), or as ``CausalLM``."""
+        """Return the result of ``work``, token losses of the reference (see ``use_reference``), or as ``CausalLM``."""
         if work is not None:
             return work(self, batch)
         if self._speaks_for_reference:
             assert losses and self.reference is not None
-            return self.reference.token_losses(batch)
+            return self.reference.compute_token_losses(batch)
         result = super().forward(batch, statistics, objective, losses, weights)
         self._tapped = None
         return result
@@ -82,7 +82,7 @@ class UnlearnLM(CausalLM):
         return self
 
     @contextmanager
-    def as_reference(self) -> Iterator[None]:
+    def use_reference(self) -> Iterator[None]:
         """Return the losses of the reference instead of the model's own within the context."""
         self._speaks_for_reference = True
         try:
@@ -90,28 +90,28 @@ class UnlearnLM(CausalLM):
         finally:
             self._speaks_for_reference = False
 
-    def reference_head(self, batch: Batch) -> Head:
+    def compute_reference_head(self, batch: Batch) -> Head:
         """Return the same as ``head`` for the reference."""
         with self._frozen() as lm:
             return lm.head(batch)
 
-    def activations(self, batch: Batch) -> torch.Tensor:
+    def compute_activations(self, batch: Batch) -> torch.Tensor:
         """Return the output of the layer at every target [N, H], fp32 or higher; later blocks do not run."""
         assert self._layer is not None
-        with first_blocks(self.model, self.blocks(), self._layer + 1):
-            self._hidden(batch)
+        with keep_first_blocks(self.model, self.blocks(), self._layer + 1):
+            self._compute_hidden(batch)
         return self.taken(batch)
 
-    def reference_activations(self, batch: Batch) -> torch.Tensor:
-        """Return the same as ``activations`` for the reference."""
+    def compute_reference_activations(self, batch: Batch) -> torch.Tensor:
+        """Return the same as ``compute_activations`` for the reference."""
         with self._frozen() as lm:
-            return lm.activations(batch)
+            return lm.compute_activations(batch)
 
     def _tap(self, block: nn.Module, inputs: Any, output: Any) -> None:
         self._tapped = output[0] if isinstance(output, tuple) else output
 
     def taken(self, batch: Batch) -> torch.Tensor:
-        """Return the same as ``activations`` from the last pass over the batch."""
+        """Return the same as ``compute_activations`` from the last pass over the batch."""
         taken, self._tapped = self._tapped, None
         assert taken is not None
         at = taken.reshape(-1, taken.shape[-1]).index_select(0, batch.target_index + 1)
@@ -127,14 +127,14 @@ class UnlearnLM(CausalLM):
             training = self.model.training
             self.model.eval()
             try:
-                with switched_off(self.model):
+                with disable_adapters(self.model):
                     yield self
             finally:
                 self.model.train(training)
 
 
 @contextmanager
-def first_blocks(model: nn.Module, blocks: list[nn.Module], count: int) -> Iterator[None]:
+def keep_first_blocks(model: nn.Module, blocks: list[nn.Module], count: int) -> Iterator[None]:
     """Reduce the model to its first ``count`` blocks within the context."""
     holder, name = next(
         (module, name)

@@ -175,7 +175,7 @@ class UnlearnData(DataSection):
         if self.train is not None:
             return super().sources
         parts = (self.forget, self.retain)
-        return tuple(SourceSection(source=one, limit=self.limit, **self._row_keys()) for one in parts if one)
+        return tuple(SourceSection(source=one, limit=self.limit, **self._select_row_keys()) for one in parts if one)
 
     @property
     def source_keys(self) -> tuple[str, ...]:
@@ -185,7 +185,7 @@ class UnlearnData(DataSection):
         return tuple(f"data.{key}" for key in ("forget", "retain") if getattr(self, key))
 
 
-def data_of(recipe: RecipeSchema) -> UnlearnData:
+def select_data(recipe: RecipeSchema) -> UnlearnData:
     """Return the section ``data`` of a recipe, which has the keys of all tasks."""
     assert isinstance(recipe.data, UnlearnData)
     return recipe.data

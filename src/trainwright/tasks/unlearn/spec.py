@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.recipe.registries import OBJECTIVES
 from trainwright.recipe.sections.fields import Contradiction
 from trainwright.recipe.task_spec import Needs, ReferenceModel, TaskSpec
-from trainwright.tasks.unlearn.section import UnlearnData, UnlearnSection, data_of
+from trainwright.tasks.unlearn.section import UnlearnData, UnlearnSection, select_data
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import RecipeSchema
@@ -27,7 +27,7 @@ def _check(recipe: RecipeSchema) -> Iterator[Contradiction]:
 
 
 def _check_rows(recipe: RecipeSchema, section: UnlearnSection) -> Iterator[Contradiction]:
-    data = data_of(recipe)
+    data = select_data(recipe)
     if data.train is not None:
         yield Contradiction(
             ("data.train", "task"), "has no effect with task unlearn, which uses data.forget and data.retain; remove it"
@@ -122,7 +122,7 @@ def _fill(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "data": {"train": None, **data}} if isinstance(data, dict) else values
 
 
-def _rows(recipe: RecipeSchema, key: str) -> str:
+def _choose_row_kind(recipe: RecipeSchema, key: str) -> str:
     facts = recipe.own(UnlearnSection).facts
     if key != "data.forget":
         return "examples"
@@ -135,11 +135,11 @@ def _needs(recipe: RecipeSchema) -> Needs:
         sequences_per_example=1 + section.retains + section.refuses,
         last_block=section.last_block,
         of_losses=section.last_block is None,
-        reference=_reference(section) if section.compares else None,
+        reference=_build_reference_model(section) if section.compares else None,
     )
 
 
-def _reference(section: UnlearnSection) -> ReferenceModel:
+def _build_reference_model(section: UnlearnSection) -> ReferenceModel:
     # If it also computes logits of retain rows, it sees the whole batch; otherwise only half of the rows.
     on_all_rows = section.facts.reference == "logits" and section.retains and section.value("retain_loss") != "nll"
     return ReferenceModel(
@@ -158,7 +158,7 @@ SPEC = TaskSpec(
     section_description="Unlearning settings; only with `task: unlearn`.",
     check=_check,
     fill=_fill,
-    rows=_rows,
+    rows=_choose_row_kind,
     needs=_needs,
     data=UnlearnData,
     data_keys=("benchmark", "forget", "retain", "holdout", "idk"),

@@ -15,23 +15,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainwright.data.rows.formats import EXAMPLES, Example, Message, NoTarget, RowReader
-from trainwright.data.rows.layouts import RowLayout, columns_of
+from trainwright.data.rows.layouts import RowLayout, list_columns
 from trainwright.data.sources.reading import iterate_source
-from trainwright.data.sources.row_files import Row, kind_of
+from trainwright.data.sources.row_files import Row, describe_type
 from trainwright.data.stream.dataset_cache import CANNOT_STORE
-from trainwright.data.tokens.dataset import PairedSequences, TokenDataset, opened, permuted
+from trainwright.data.tokens.dataset import PairedSequences, TokenDataset, open_dataset, permute_indices
 from trainwright.errors import RequestError
-from trainwright.machine.cache import cache_in_words
+from trainwright.machine.cache import explain_cache_errors
 from trainwright.machine.sharing import build_once
 from trainwright.recipe.files import read_text
-from trainwright.tasks.unlearn.section import UnlearnData, data_of
-from trainwright.utils.paths import user_path
+from trainwright.tasks.unlearn.section import UnlearnData, select_data
+from trainwright.utils.paths import expand_user_path
 
 if TYPE_CHECKING:
     from trainwright.recipe.schema import RecipeSchema
 
 
-def joined(forget: TokenDataset, retain: TokenDataset | None, cache: Path) -> TokenDataset:
+def join_datasets(forget: TokenDataset, retain: TokenDataset | None, cache: Path) -> TokenDataset:
     """Return the forget rows as examples each paired with a retain row, memory-mapped from the cache.
 
     Sequences of ``forget`` keep their indices.
@@ -43,9 +43,9 @@ def joined(forget: TokenDataset, retain: TokenDataset | None, cache: Path) -> To
         return forget
     fingerprint = hashlib.sha256(f"{forget.fingerprint}+{retain.fingerprint}".encode()).hexdigest()[:32]
     directory = cache / "datasets" / fingerprint
-    with cache_in_words(cache / "datasets", CANNOT_STORE):
+    with explain_cache_errors(cache / "datasets", CANNOT_STORE):
         paired = build_once(
-            directory, lambda: opened(directory), lambda path: _join(forget, retain, fingerprint).save(path)
+            directory, lambda: open_dataset(directory), lambda path: _join(forget, retain, fingerprint).save(path)
         )
     return replace(paired, paired=PairedSequences(forget.sequence_count, retain.sequence_count))
 
@@ -67,7 +67,7 @@ def _join(forget: TokenDataset, retain: TokenDataset, fingerprint: str) -> Token
     )
 
 
-def with_roles(dataset: TokenDataset, roles: tuple[int, ...]) -> TokenDataset:
+def select_role_examples(dataset: TokenDataset, roles: tuple[int, ...]) -> TokenDataset:
     """Return the same examples, restricted to sequences (except paired ones) with one of ``roles``."""
     if dataset.members is None or dataset.roles is None:
         return dataset
@@ -75,10 +75,10 @@ def with_roles(dataset: TokenDataset, roles: tuple[int, ...]) -> TokenDataset:
     return replace(dataset, members=np.ascontiguousarray(dataset.members[:, selected]))
 
 
-def some_of(dataset: TokenDataset, size: float | int, seed: int) -> TokenDataset:
+def sample_examples(dataset: TokenDataset, size: float | int, seed: int) -> TokenDataset:
     """Return a fraction or a number of the examples, sampled with ``seed``; all if there are fewer."""
     count = max(1, round(size * len(dataset))) if isinstance(size, float) else min(size, len(dataset))
-    chosen = np.sort(permuted(len(dataset), f"{seed}/{dataset.fingerprint}/validation")[:count])
+    chosen = np.sort(permute_indices(len(dataset), f"{seed}/{dataset.fingerprint}/validation")[:count])
     members = np.arange(len(dataset), dtype=np.int64)[:, None] if dataset.members is None else dataset.members
     paired = dataset.paired
     digest = hashlib.sha256(f"{dataset.fingerprint}/{seed}/{count}".encode()).hexdigest()[:32]
@@ -93,8 +93,8 @@ def refuse_overlap(data: UnlearnData) -> None:
     """
     if data.forget is None or data.retain is None:
         return
-    forget = {key: location for location, key in _contents(data, "forget")}
-    both = [(location, forget[key]) for location, key in _contents(data, "retain") if key in forget]
+    forget = {key: location for location, key in _iterate_contents(data, "forget")}
+    both = [(location, forget[key]) for location, key in _iterate_contents(data, "retain") if key in forget]
     if both:
         retain, forgotten = both[0]
         raise RequestError(
@@ -103,13 +103,13 @@ def refuse_overlap(data: UnlearnData) -> None:
         )
 
 
-def _contents(data: UnlearnData, part: str) -> Iterator[tuple[str, bytes]]:
+def _iterate_contents(data: UnlearnData, part: str) -> Iterator[tuple[str, bytes]]:
     """Yield ``(place, digest)`` of every row with targets; the digest ignores the layout and white space."""
     (source,), key = data.part(part).sources, f"data.{part}"
     rows = iterate_source(source.source, source.limit, key, source.is_documents)
     first = list(islice(rows, 8))
     first_rows = [row for _, row in first]
-    layout = EXAMPLES.layout(columns_of(first_rows), first_rows, source.rows)
+    layout = EXAMPLES.layout(list_columns(first_rows), first_rows, source.rows)
     for location, row in chain(first, rows):
         try:
             ((_, example),) = EXAMPLES.sequences(row, layout)
@@ -125,7 +125,7 @@ def _contents(data: UnlearnData, part: str) -> Iterator[tuple[str, bytes]]:
 FORGET, RETAIN, REFUSAL = 0, 1, 2
 
 
-def _with_alternates(row: Row, layout: RowLayout, remarks: Counter[str] | None) -> list[tuple[int, Example]]:
+def _add_alternates(row: Row, layout: RowLayout, remarks: Counter[str] | None) -> list[tuple[int, Example]]:
     """Return a row's conversation, and the same with each of its alternates, a text or a list of them, as the answer.
 
     Raises:
@@ -138,23 +138,23 @@ def _with_alternates(row: Row, layout: RowLayout, remarks: Counter[str] | None) 
     value = row.get(field)
     texts = [value] if isinstance(value, str) else value or []
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise RequestError(f"the field {field} should be a text or a list of texts, not {kind_of(value)}")
+        raise RequestError(f"the field {field} should be a text or a list of texts, not {describe_type(value)}")
     if not (texts := [text for text in texts if text.strip()]):
         raise NoTarget(f"the field {field} is empty")
-    return [(FORGET, example), *((REFUSAL, _answered(example, text)) for text in texts)]
+    return [(FORGET, example), *((REFUSAL, _replace_answer(example, text)) for text in texts)]
 
 
-def _one_alternate_each(sequences: list[tuple[int, Example]]) -> list[list[tuple[int, Example]]]:
+def _pair_with_alternates(sequences: list[tuple[int, Example]]) -> list[list[tuple[int, Example]]]:
     forget, *alternates = sequences
     return [[forget, alternate] for alternate in alternates]
 
 
-def _answered(conversation: list[Message], answer: str) -> list[Message]:
+def _replace_answer(conversation: list[Message], answer: str) -> list[Message]:
     return [*conversation[:-1], {"role": "assistant", "content": answer}]
 
 
 _CONVERSATIONS = "use conversations, or another unlearn.objective"
-ALTERNATES = RowReader("alternates", EXAMPLES.layouts, _with_alternates, "alternate", _one_alternate_each)
+ALTERNATES = RowReader("alternates", EXAMPLES.layouts, _add_alternates, "alternate", _pair_with_alternates)
 
 
 def refused(recipe: RecipeSchema) -> RowReader:
@@ -166,16 +166,16 @@ def refused(recipe: RecipeSchema) -> RowReader:
     Raises:
         RequestError: the file cannot be read.
     """
-    file = data_of(recipe).idk
+    file = select_data(recipe).idk
     assert file is not None
     refusals, seed = read_refusals(file), recipe.train.seed
     digest = hashlib.sha256(json.dumps([seed, *refusals]).encode()).hexdigest()[:16]
     return RowReader(
-        f"refused {digest}", EXAMPLES.layouts, functools.partial(_with_refusal, refusals=refusals, seed=seed)
+        f"refused {digest}", EXAMPLES.layouts, functools.partial(_add_refusal, refusals=refusals, seed=seed)
     )
 
 
-def _with_refusal(
+def _add_refusal(
     row: Row, layout: RowLayout, remarks: Counter[str] | None, *, refusals: tuple[str, ...], seed: int
 ) -> list[tuple[int, Example]]:
     """Return a row's conversation, and the same with a refusal as the answer."""
@@ -184,7 +184,7 @@ def _with_refusal(
         raise RequestError(f"is plain text, but refusals answer questions; {_CONVERSATIONS}")
     digest = hashlib.sha256(json.dumps([seed, example], sort_keys=True, default=str).encode()).digest()
     refusal = refusals[int.from_bytes(digest[:8], "big") % len(refusals)]
-    return [(FORGET, example), (REFUSAL, _answered(example, refusal))]
+    return [(FORGET, example), (REFUSAL, _replace_answer(example, refusal))]
 
 
 def read_refusals(file: str) -> tuple[str, ...]:
@@ -193,19 +193,19 @@ def read_refusals(file: str) -> tuple[str, ...]:
     Raises:
         RequestError: the file cannot be read or holds no refusals, or a line has several texts.
     """
-    path = user_path(file)
+    path = expand_user_path(file)
     try:
         lines = read_text(path).splitlines()
     except RequestError as error:
         raise RequestError(f"data.idk: {error}") from None
-    texts = [_refusal(line.strip(), f"data.idk: {path}:{number}") for number, line in enumerate(lines, 1)]
+    texts = [_parse_refusal(line.strip(), f"data.idk: {path}:{number}") for number, line in enumerate(lines, 1)]
     refusals = tuple(text for text in texts if text)
     if not refusals:
         raise RequestError(f"data.idk: {path} has no refusals; write one per line, such as I do not know that.")
     return refusals
 
 
-def _refusal(line: str, location: str) -> str:
+def _parse_refusal(line: str, location: str) -> str:
     if not line.startswith(("{", '"')):
         return line
     try:

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trainwright.data.rows.formats import EXAMPLES, kind_of_rows
-from trainwright.data.stream.batch import Batch, on_device
+from trainwright.data.rows.formats import EXAMPLES, look_up_reader
+from trainwright.data.stream.batch import Batch, copy_to_device
 from trainwright.data.stream.dataset_cache import PreparedData, prepare
 from trainwright.data.stream.stream import GlobalBatch, MicroBatch
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.task import ForwardOnly, LossSum, Measured
 from trainwright.errors import RequestError
-from trainwright.models.adapters.attaching import adapted_layers, switched_off
+from trainwright.models.adapters.attaching import disable_adapters, iterate_adapted_layers
 from trainwright.models.causal_lm import CausalLM, freeze
-from trainwright.models.load import load_config, load_model, load_tokenizer, max_positions
+from trainwright.models.load import load_config, load_model, load_tokenizer, read_max_positions
 from trainwright.models.resolve_model import resolve
-from trainwright.models.truncate_config import layer_count
-from trainwright.models.weights import Weights, empty_model
+from trainwright.models.truncate_config import count_layers
+from trainwright.models.weights import Weights, build_empty_model
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
 from trainwright.recipe.adapter_spec import LORA
@@ -37,12 +37,20 @@ from trainwright.tasks.language_model import check_prepared, check_tokens, load,
 from trainwright.tasks.reference import Reference, ReferenceTask
 from trainwright.tasks.unlearn.benchmarks import find_benchmark
 from trainwright.tasks.unlearn.evaluation.items import ItemSequences
-from trainwright.tasks.unlearn.evaluation.measure import few_sequences, truth_ratio_metrics
-from trainwright.tasks.unlearn.losses import ROLES, Counts, LossSums, UnlearnLosses, direction, updated_multiplier
+from trainwright.tasks.unlearn.evaluation.measure import measure_truth_ratios, select_few_sequences
+from trainwright.tasks.unlearn.losses import ROLES, Counts, LossSums, UnlearnLosses, sample_direction, update_multiplier
 from trainwright.tasks.unlearn.module import UnlearnLM
-from trainwright.tasks.unlearn.section import UnlearnSection, data_of
-from trainwright.tasks.unlearn.stream import FORGET, REFUSAL, RETAIN, joined, refuse_overlap, some_of, with_roles
-from trainwright.utils.text import plural
+from trainwright.tasks.unlearn.section import UnlearnSection, select_data
+from trainwright.tasks.unlearn.stream import (
+    FORGET,
+    REFUSAL,
+    RETAIN,
+    join_datasets,
+    refuse_overlap,
+    sample_examples,
+    select_role_examples,
+)
+from trainwright.utils.text import format_plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -60,14 +68,14 @@ def prepare_once(recipe: RecipeSchema, cache: Path) -> int:
             layer or pattern.
     """
     section = recipe.own(UnlearnSection)
-    refuse_overlap(data_of(recipe))
+    refuse_overlap(select_data(recipe))
     tokenizer = prepare_model(recipe)
     check_reference(recipe, tokenizer)
     config = load_config(recipe.model, tokenizer)
     if section.facts.of == "activations":
-        check_layer(section.value("layer"), layer_count(config))
+        check_layer(section.value("layer"), count_layers(config))
     if section.last_block is not None:
-        freeze(empty_model(config), recipe.model, section.last_block)
+        freeze(build_empty_model(config), recipe.model, section.last_block)
     return len(prepare_rows(recipe, tokenizer, cache).prepared.train)
 
 
@@ -96,33 +104,33 @@ class Unlearning(ReferenceTask):
         steered = None
         if self._unlearn.facts.of == "activations":
             width = self._lm.config.get_text_config().hidden_size
-            steered = direction(width, self._unlearn.value("steering_coefficient"), recipe.train.seed)
+            steered = sample_direction(width, self._unlearn.value("steering_coefficient"), recipe.train.seed)
         self._losses = UnlearnLosses(self._unlearn, self._log_probabilities, steered)
         self._watch = self._watched(recipe)
         self.answers = self._watch is not None
 
     def _watched(self, recipe: RecipeSchema) -> ItemSequences | None:
         """Return the part of the recipe's benchmark to measure, on as many rows as the validation losses."""
-        name = data_of(recipe).benchmark
+        name = select_data(recipe).benchmark
         if name is None or self._prepared.validation is None:
             return None
-        positions = max_positions(recipe.model, self._tokenizer)
+        positions = read_max_positions(recipe.model, self._tokenizer)
         benchmark = find_benchmark(name, "data.benchmark")
         rows = len(self._prepared.validation)
-        return few_sequences(benchmark, self._tokenizer, rows=rows, positions=positions, key="data.benchmark")
+        return select_few_sequences(benchmark, self._tokenizer, rows=rows, positions=positions, key="data.benchmark")
 
     def answer_metrics(self, module: nn.Module, world: World, *, together: bool) -> Measured:
         """Return the metrics of the model's answers to benchmark rows; all ranks must call it."""
         assert self._watch is not None and isinstance(module, CausalLM)
-        return Measured(truth_ratio_metrics(self._watch, module, world, together=together))
+        return Measured(measure_truth_ratios(self._watch, module, world, together=together))
 
-    def _wrapped(self, model: PreTrainedModel) -> CausalLM:
+    def _wrap_model(self, model: PreTrainedModel) -> CausalLM:
         layer = self._unlearn.value("layer") if self._unlearn.facts.of == "activations" else None
         last_block = self._unlearn.last_block
         how: dict[str, Any] = {"attention": self._recipe.model.attention, "kernels": self._recipe.model.kernels}
         if self._adapter is None and last_block is not None:
             freeze(model, self._recipe.model, last_block)
-        copied = frozen_copy(
+        copied = load_frozen_copy(
             self._recipe, self._tokenizer, packed=self._packed, layer=layer if last_block is not None else None
         )
         if copied is None:
@@ -138,7 +146,7 @@ class Unlearning(ReferenceTask):
         frozen = self._lm.reference
         return [*self._lm.blocks(), *(frozen.blocks() if frozen is not None else [])]
 
-    def _example_weight(self, dataset: TokenDataset) -> float:
+    def _choose_example_weight(self, dataset: TokenDataset) -> float:
         return 1.0
 
     def begin(
@@ -153,14 +161,16 @@ class Unlearning(ReferenceTask):
             return
         stream = self._stream(self._rows.forget, len(self._rows.forget), shuffle=False)
         identity = f"{self.start} {section.reference}"
-        self._of_reference = self._reference(passes, stream, self._forget_rows(), notify, identity, self._as_reference)
+        self._of_reference = self._reference(
+            passes, stream, self._list_forget_rows(), notify, identity, self._use_reference
+        )
 
-    def _as_reference(self) -> AbstractContextManager[None]:
-        if other_model(self._recipe) is not None:
-            return self._lm.as_reference()
-        return switched_off(self._lm.model) if self._without_adapter else nullcontext()
+    def _use_reference(self) -> AbstractContextManager[None]:
+        if find_other_model(self._recipe) is not None:
+            return self._lm.use_reference()
+        return disable_adapters(self._lm.model) if self._without_adapter else nullcontext()
 
-    def _forget_rows(self) -> list[int]:
+    def _list_forget_rows(self) -> list[int]:
         """Return the forget rows that the run uses for training or validation."""
         streams = [stream for stream in (self.stream, self.validation) if stream is not None]
         if (self.stream.total_examples or 0) >= len(self._rows.forget):
@@ -174,11 +184,11 @@ class Unlearning(ReferenceTask):
         assert self._of_reference is not None
         sums, last = self._of_reference.sums, len(self._of_reference.sums)
         values = [float(sums[sequence]) if sequence < last else 0.0 for sequence in batch.sequences]
-        return on_device(torch.tensor(values, dtype=torch.float64), batch.targets.device)
+        return copy_to_device(torch.tensor(values, dtype=torch.float64), batch.targets.device)
 
     def before_passes(self, passes: ForwardOnly, batch: GlobalBatch, *, validation: bool) -> None:
         """Count the tokens or answers of the whole global batch, which the two losses are averaged over."""
-        dataset = self._dataset(validation)
+        dataset = self._select_dataset(validation)
         sequences = [
             (dataset.role(sequence), dataset.sequence_targets(sequence))
             for micro in batch.micro_batches
@@ -188,7 +198,7 @@ class Unlearning(ReferenceTask):
         self._counts = Counts.of(self._unlearn, sequences)
         self._pairs = sum(len(micro.examples) for micro in batch.micro_batches)
 
-    def _dataset(self, validation: bool) -> TokenDataset:
+    def _select_dataset(self, validation: bool) -> TokenDataset:
         if not validation:
             return self._prepared.train
         assert self._prepared.validation is not None
@@ -207,13 +217,13 @@ class Unlearning(ReferenceTask):
         retain = self._alpha * self._pairs / max(1.0, self._counts.retain)
         total = module(batch, work=lambda lm, batch: self._losses(lm, batch, forget, retain, sums))
         total = total - self._allowed() * len(batch.examples)
-        return LossSum(total, micro.weight, sums.vector(self._counts_of(batch), device))
+        return LossSum(total, micro.weight, sums.vector(self._build_counts(batch), device))
 
     def _allowed(self) -> float:
         """Return the constant that pdu subtracts from the loss: the limit of the retain loss, times its multiplier."""
         return self._alpha * (self._unlearn.retain_limit or 0.0)
 
-    def _counts_of(self, batch: Batch) -> Counts:
+    def _build_counts(self, batch: Batch) -> Counts:
         return Counts.of(self._unlearn, list(zip(batch.roles, batch.target_counts, strict=True)))
 
     def statistics(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> torch.Tensor:
@@ -227,7 +237,7 @@ class Unlearning(ReferenceTask):
             for role in unseen:
                 each = zip(losses.split(batch.target_counts), batch.roles, strict=True)
                 sums.see(batch, torch.cat([part for part, its in each if its == role]), role)
-        return sums.vector(self._counts_of(batch), device) * float(micro.weight > 0)
+        return sums.vector(self._build_counts(batch), device) * float(micro.weight > 0)
 
     def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
         """Return the metrics from statistics summed over the split or step."""
@@ -261,7 +271,7 @@ class Unlearning(ReferenceTask):
             limit = self._unlearn.retain_limit
             assert limit is not None
             step_size = self._unlearn.value("dual_step_size")
-            self.state["alpha"] = updated_multiplier(self.state["alpha"], metrics["retain_loss"], limit, step_size)
+            self.state["alpha"] = update_multiplier(self.state["alpha"], metrics["retain_loss"], limit, step_size)
 
     def export(self, tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
         """Write the model without its reference, negated if the objective subtracts."""
@@ -269,12 +279,12 @@ class Unlearning(ReferenceTask):
         own = ((name, tensor) for name, tensor in tensors if not name.startswith(PREFIX))
         scale = self._unlearn.value("scale") if self._unlearn.facts.subtracts else None
         if self._adapter is not None:
-            super().export(own if scale is None else negated_adapter(own, scale), directory)
+            super().export(own if scale is None else negate_adapter(own, scale), directory)
             return
         if scale is not None:
             start = load_model(self._recipe.model, torch.float32, self._recipe.train.seed, self._tokenizer)
             before = {f"model.{name}": tensor.detach() for name, tensor in start.named_parameters()}
-            own = negated(own, before, scale)
+            own = negate_change(own, before, scale)
         super().export(own, directory)
 
     def read_back(
@@ -284,7 +294,7 @@ class Unlearning(ReferenceTask):
         assert isinstance(module, CausalLM)
         scale = self._unlearn.value("scale") if self._unlearn.facts.subtracts else None
         negates = (
-            scaled_adapter(module.model, -scale) if scale is not None and self._adapter is not None else nullcontext()
+            scale_adapter(module.model, -scale) if scale is not None and self._adapter is not None else nullcontext()
         )
         with negates:
             same = same_logits and (scale is None or self._adapter is not None)
@@ -312,9 +322,9 @@ def prepare_rows(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, cache
         RequestError: a source or a row is wrong.
     """
     section = recipe.own(UnlearnSection)
-    data, seed = data_of(recipe), recipe.train.seed
-    positions = max_positions(recipe.model, tokenizer)
-    parts = {"forget": kind_of_rows(recipe, "data.forget")}
+    data, seed = select_data(recipe), recipe.train.seed
+    positions = read_max_positions(recipe.model, tokenizer)
+    parts = {"forget": look_up_reader(recipe, "data.forget")}
     if section.retains:
         parts["retain"] = EXAMPLES
     prepared_parts = {
@@ -322,23 +332,28 @@ def prepare_rows(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, cache
         for part, kind in parts.items()
     }
     forget = prepared_parts["forget"].train
-    everything = joined(forget, prepared_parts["retain"].train if "retain" in prepared_parts else None, cache)
+    everything = join_datasets(forget, prepared_parts["retain"].train if "retain" in prepared_parts else None, cache)
     validation = None
     if data.held_out is not None:
-        validation = some_of(everything, data.held_out, seed)
+        validation = sample_examples(everything, data.held_out, seed)
     taught = (REFUSAL,) if section.facts.learns == "refusals" else (FORGET, REFUSAL)
     lines = [line for part in prepared_parts.values() for line in part.summary if not line.startswith("split: ")]
-    lines.append(_line(everything, validation))
-    prepared = PreparedData(with_roles(everything, taught), validation, lines, prepared_parts["forget"].directory)
+    lines.append(_describe_pairs(everything, validation))
+    prepared = PreparedData(
+        select_role_examples(everything, taught), validation, lines, prepared_parts["forget"].directory
+    )
     check_tokens(recipe, [part.train for part in prepared_parts.values()], tokenizer)
     check_prepared(recipe, prepared, cache)
     return UnlearnRows(prepared, forget)
 
 
-def _line(pairs: TokenDataset, validation: TokenDataset | None) -> str:
-    line = f"unlearning: {plural(len(pairs), 'row')} to forget"
+def _describe_pairs(pairs: TokenDataset, validation: TokenDataset | None) -> str:
+    line = f"unlearning: {format_plural(len(pairs), 'row')} to forget"
     if pairs.paired is not None:
-        line += f", each paired with one of {plural(pairs.paired.count, 'row')} to retain, a different one every epoch"
+        line += (
+            f", each paired with one of {format_plural(pairs.paired.count, 'row')} to retain, a different one every "
+            "epoch"
+        )
     return line if validation is None else f"{line}; {len(validation):,} of them are measured"
 
 
@@ -354,7 +369,9 @@ def check_layer(layer: int, blocks: int) -> None:
         )
 
 
-def negated(tensors: Named, before: Mapping[str, torch.Tensor], scale: float) -> Iterator[tuple[str, torch.Tensor]]:
+def negate_change(
+    tensors: Named, before: Mapping[str, torch.Tensor], scale: float
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters by name: those in ``before`` with their change negated and scaled, others unchanged."""
     for name, tensor in tensors:
         start = before.get(name)
@@ -364,7 +381,7 @@ def negated(tensors: Named, before: Mapping[str, torch.Tensor], scale: float) ->
         yield name, tensor
 
 
-def negated_adapter(tensors: Named, scale: float) -> Iterator[tuple[str, torch.Tensor]]:
+def negate_adapter(tensors: Named, scale: float) -> Iterator[tuple[str, torch.Tensor]]:
     """Negate and scale the matrices of a LoRA, which was initially zero."""
     return (
         (name, tensor * -scale if any(part in name for part in LORA.unchanged) else tensor) for name, tensor in tensors
@@ -372,9 +389,9 @@ def negated_adapter(tensors: Named, scale: float) -> Iterator[tuple[str, torch.T
 
 
 @contextmanager
-def scaled_adapter(model: nn.Module, factor: float) -> Iterator[None]:
+def scale_adapter(model: nn.Module, factor: float) -> Iterator[None]:
     """Scale the contribution of the model's adapter by ``factor``."""
-    scales = [layer.scaling for _, layer in adapted_layers(model)]
+    scales = [layer.scaling for _, layer in iterate_adapted_layers(model)]
     before = [dict(scaling) for scaling in scales]
     for scaling in scales:
         for name in scaling:
@@ -391,7 +408,7 @@ _KEY = "unlearn.reference"
 _OWN_MODELS = ("start", "base")
 
 
-def other_model(recipe: RecipeSchema) -> ModelSection | None:
+def find_other_model(recipe: RecipeSchema) -> ModelSection | None:
     """Return the model that the recipe names as its reference, or None if it is the run's own or not needed."""
     section = recipe.own(UnlearnSection)
     if not section.compares or section.reference in _OWN_MODELS:
@@ -405,7 +422,7 @@ def check_reference(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase) ->
     Raises:
         RequestError: it cannot be found, has another tokenizer, or a different activation size.
     """
-    if (other := other_model(recipe)) is None:
+    if (other := find_other_model(recipe)) is None:
         return
     try:
         resolve(other)
@@ -429,7 +446,7 @@ def check_reference(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase) ->
         )
 
 
-def frozen_copy(
+def load_frozen_copy(
     recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, *, packed: bool, layer: int | None
 ) -> tuple[UnlearnLM, Weights | None] | None:
     """Return the reference as a separate model, and its weights, or None if no separate model is needed.
@@ -438,7 +455,7 @@ def frozen_copy(
         layer: the last block to keep if only its output is needed.
     """
     section = recipe.own(UnlearnSection)
-    other = other_model(recipe)
+    other = find_other_model(recipe)
     adapted = recipe.model.adapter.type != "none"
     if other is None and (adapted or not section.needs_reference_model):
         return None

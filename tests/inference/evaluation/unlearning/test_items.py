@@ -17,7 +17,7 @@ from trainwright.data.rows.tokenizer_calls import TokenizerError
 from trainwright.errors import RequestError
 from trainwright.tasks.unlearn.benchmarks import find_benchmark
 from trainwright.tasks.unlearn.evaluation.items import ANSWER, WRONG, Item, ItemEncoder, read_sets
-from trainwright.tasks.unlearn.evaluation.registry import METRICS, missing, sets_of, usual
+from trainwright.tasks.unlearn.evaluation.registry import METRICS, describe_missing, select_sets, select_usual
 from trainwright.tasks.unlearn.evaluation.report import read_reference
 
 
@@ -52,9 +52,9 @@ def test_tofu(tmp_path: Path) -> None:
     )
     assert sets["world_facts"].items[0].paraphrase is None and len(sets["world_facts"].items) == 2
     assert not sets["holdout"].has_wrong
-    assert {"truth_ratio", "model_utility", "mia_zlib"} <= set(usual(sets, {}))
-    assert missing("forget_quality", sets, {"--reference-log": "log.json"}) is None
-    assert missing("truth_ratio", {"forget": sets["holdout"]}, {}) == (
+    assert {"truth_ratio", "model_utility", "mia_zlib"} <= set(select_usual(sets, {}))
+    assert describe_missing("forget_quality", sets, {"--reference-log": "log.json"}) is None
+    assert describe_missing("truth_ratio", {"forget": sets["holdout"]}, {}) == (
         "the rows of forget have no wrong answers (perturbed_answer)"
     )
 
@@ -71,9 +71,9 @@ def test_muse(muse: str) -> None:
     assert sets["forget"].before == "Question: Who lay?\nAnswer: The dog\n\n"
     assert sets["verbatim"].items == [Item("The cat sat", " on the mat.")]
     assert [len(sets[name].items) for name in ("members", "holdout")] == [2, 2]
-    assert sets_of("mia_loss", list(sets)) == ["members", "holdout"]
-    assert sets_of("exact_memorisation", list(sets)) == ["verbatim"]
-    lacking = {name: missing(name, sets, {}) for name in METRICS}
+    assert select_sets("mia_loss", list(sets)) == ["members", "holdout"]
+    assert select_sets("exact_memorisation", list(sets)) == ["verbatim"]
+    lacking = {name: describe_missing(name, sets, {}) for name in METRICS}
     assert lacking["verbatim_memorisation"] is None and lacking["knowledge_memorisation"] is None
     assert lacking["model_utility"] == "the benchmark has no set real_authors and world_facts"
 

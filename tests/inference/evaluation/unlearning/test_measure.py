@@ -20,12 +20,12 @@ from trainwright.tasks.unlearn.benchmarks import find_benchmark
 from trainwright.tasks.unlearn.evaluation.items import ItemEncoder, ItemSequences, read_sets
 from trainwright.tasks.unlearn.evaluation.measure import (
     Relearning,
-    few_sequences,
-    gradient_norms,
-    probability,
-    quantized_probability,
-    relearn,
-    truth_ratio_metrics,
+    measure_gradient_norms,
+    measure_probability,
+    measure_quantized_probability,
+    measure_relearning,
+    measure_truth_ratios,
+    select_few_sequences,
 )
 
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
@@ -67,7 +67,7 @@ def test_standardized_log_likelihoods(sequences: ItemSequences) -> None:
 def test_gradient_norms(sequences: ItemSequences) -> None:
     loaded = loaded_model()
     numbers = [2, 0]
-    found = gradient_norms(loaded.lm, sequences, numbers, ALONE, lambda label, total: lambda rows: None)
+    found = measure_gradient_norms(loaded.lm, sequences, numbers, ALONE, lambda label, total: lambda rows: None)
     model = model_of("llama", positions=512).double()
     for number, norm in zip(numbers, found, strict=True):
         ids, wanted = whole(sequences, number)
@@ -80,10 +80,10 @@ def test_gradient_norms(sequences: ItemSequences) -> None:
 
 def test_relearning_is_plain_training_on_the_first_quarter(sequences: ItemSequences) -> None:
     dataset = sequences.dataset.part(range(6))
-    found = relearn(loaded_model(), dataset, Relearning(2, 1e-3), ALONE)
+    found = measure_relearning(loaded_model(), dataset, Relearning(2, 1e-3), ALONE)
     assert list(found) == ["0", "1", "2"]  # as often as there are steps
     model = loaded_model()
-    assert found["0"] == pytest.approx(probability(model, sequences.dataset.part(range(1, 6)), ALONE))
+    assert found["0"] == pytest.approx(measure_probability(model, sequences.dataset.part(range(1, 6)), ALONE))
     plain = model.lm.model.requires_grad_(True)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0)
     ids, wanted = whole(sequences, 0)
@@ -91,26 +91,26 @@ def test_relearning_is_plain_training_on_the_first_quarter(sequences: ItemSequen
         optimizer.zero_grad()
         cross_entropy(plain(ids).logits[0, :-1][wanted], ids[0, 1:][wanted]).backward()
         optimizer.step()
-    assert found["2"] == pytest.approx(probability(model, sequences.dataset.part(range(1, 6)), ALONE), rel=1e-4)
+    assert found["2"] == pytest.approx(measure_probability(model, sequences.dataset.part(range(1, 6)), ALONE), rel=1e-4)
 
 
 def test_fewer_bits_move_the_probability_the_more_the_fewer(sequences: ItemSequences) -> None:
     dataset = sequences.dataset
-    before = probability(loaded_model(), dataset, ALONE)
-    int8, nf4 = (quantized_probability(loaded_model(), dataset, kind, ALONE) for kind in ("int8", "nf4"))
+    before = measure_probability(loaded_model(), dataset, ALONE)
+    int8, nf4 = (measure_quantized_probability(loaded_model(), dataset, kind, ALONE) for kind in ("int8", "nf4"))
     assert 0 < abs(int8 - before) < abs(nf4 - before)
 
 
 def test_a_watch_measures_what_an_evaluation_does(tmp_path: Path) -> None:
     name = write_tofu(tmp_path / "rows")
-    watched = few_sequences(find_benchmark(name), TOKENIZER, rows=2, positions=512, key="data.benchmark")
+    watched = select_few_sequences(find_benchmark(name), TOKENIZER, rows=2, positions=512, key="data.benchmark")
     assert watched is not None
-    found = truth_ratio_metrics(watched, loaded_model().lm, ALONE)
+    found = measure_truth_ratios(watched, loaded_model().lm, ALONE)
     assert set(found) == {"forget_truth_ratio", "retain_truth_ratio"}
     lines = (tmp_path / "rows" / "forget01_perturbed.jsonl").read_text().splitlines()[:2]
     (tmp_path / "rows" / "forget01_perturbed.jsonl").write_text("".join(f"{line}\n" for line in lines))
     assert len(json.loads(lines[0])["perturbed_answer"]) == 3
-    again = few_sequences(find_benchmark(name), TOKENIZER, rows=99, positions=512, key="data.benchmark")
+    again = select_few_sequences(find_benchmark(name), TOKENIZER, rows=99, positions=512, key="data.benchmark")
     assert again is not None
-    metrics = truth_ratio_metrics(again, loaded_model().lm, ALONE)
+    metrics = measure_truth_ratios(again, loaded_model().lm, ALONE)
     assert metrics["forget_truth_ratio"] == pytest.approx(found["forget_truth_ratio"])

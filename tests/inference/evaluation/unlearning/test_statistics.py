@@ -15,25 +15,27 @@ from trainwright.tasks.unlearn.evaluation import statistics
 
 def test_truth_ratio_by_hand() -> None:
     # exp(mean of the wrong losses is 3, right 1): wrong answers are e^-2 as likely as the right one.
-    ratios = statistics.truth_ratios(np.array([1.0, 2.0]), [np.array([2.0, 4.0]), np.array([1.0, 1.0, 1.0])])
+    ratios = statistics.compute_truth_ratios(np.array([1.0, 2.0]), [np.array([2.0, 4.0]), np.array([1.0, 1.0, 1.0])])
     assert ratios == pytest.approx([math.exp(-2), math.e])
-    assert statistics.forget_truth_ratio(ratios) == pytest.approx((math.exp(-2) + math.exp(-1)) / 2)
-    assert statistics.utility_truth_ratio(ratios) == pytest.approx((1 - math.exp(-2)) / 2)
+    assert statistics.compute_forget_truth_ratio(ratios) == pytest.approx((math.exp(-2) + math.exp(-1)) / 2)
+    assert statistics.compute_utility_truth_ratio(ratios) == pytest.approx((1 - math.exp(-2)) / 2)
 
 
 def test_option_probabilities_by_hand() -> None:
     right, wrong = -np.log([0.5, 0.1]), [-np.log([0.25, 0.25]), -np.log([0.1, 0.1, 0.1])]
-    assert statistics.option_probabilities(right, wrong) == pytest.approx([0.5, 0.25])
+    assert statistics.compute_option_probabilities(right, wrong) == pytest.approx([0.5, 0.25])
 
 
 @pytest.mark.filterwarnings("error")
 def test_a_model_that_has_collapsed_has_numbers_too() -> None:
     # Probabilities of e^-2000 and e^-4000 are 0 to a computer.
     right, wrong = np.array([2000.0, 4000.0]), [np.array([4000.0, 4000.0]), np.array([2000.0])]
-    ratios = statistics.truth_ratios(right, wrong)
+    ratios = statistics.compute_truth_ratios(right, wrong)
     assert ratios.tolist() == [0.0, math.inf]
-    assert statistics.forget_truth_ratio(ratios) == 0.0 and statistics.utility_truth_ratio(ratios) == 0.5
-    assert statistics.option_probabilities(right, wrong).tolist() == [1.0, 0.0]
+    assert (
+        statistics.compute_forget_truth_ratio(ratios) == 0.0 and statistics.compute_utility_truth_ratio(ratios) == 0.5
+    )
+    assert statistics.compute_option_probabilities(right, wrong).tolist() == [1.0, 0.0]
     assert 0 < statistics.forget_quality(ratios, np.array([0.5, 1.0])) <= 1
 
 
@@ -73,23 +75,25 @@ def test_memorisation_by_hand(correct: list[bool], exact: float, strength: float
 
 def test_attacks_by_hand() -> None:
     losses = np.array([0.5, 4.0, 1.0, 3.0, 1.5])
-    assert statistics.loss_attack(losses) == 2.0
-    assert statistics.reference_attack(losses, np.array([1.0, 2.0])) == 0.5
-    assert statistics.zlib_attack(losses, "abcabcabc") == 2.0 / len(zlib.compress(b"abcabcabc"))
-    assert statistics.min_k_attack(losses) == 3.5  # two of five
-    assert statistics.min_k_attack(losses, 0.01) == 4.0  # at least one
-    assert statistics.min_k_plus_plus_attack(-losses) == 3.5
+    assert statistics.compute_loss_attack(losses) == 2.0
+    assert statistics.compute_reference_attack(losses, np.array([1.0, 2.0])) == 0.5
+    assert statistics.compute_zlib_attack(losses, "abcabcabc") == 2.0 / len(zlib.compress(b"abcabcabc"))
+    assert statistics.compute_min_k_attack(losses) == 3.5  # two of five
+    assert statistics.compute_min_k_attack(losses, 0.01) == 4.0  # at least one
+    assert statistics.compute_min_k_plus_plus_attack(-losses) == 3.5
 
 
 def test_auc_counts_pairs() -> None:
     drawn = np.random.default_rng(1)
     members, others = drawn.integers(0, 9, 31).astype(float), drawn.integers(3, 12, 17).astype(float)
     pairs = [(one < other) + 0.5 * (one == other) for one in members for other in others]
-    assert statistics.auc(members, others) == pytest.approx(np.mean(pairs))
+    assert statistics.compute_auc(members, others) == pytest.approx(np.mean(pairs))
     labels = np.concatenate([np.ones(31), np.zeros(17)])
-    assert statistics.auc(members, others) == pytest.approx(roc_auc_score(labels, -np.concatenate([members, others])))
-    assert statistics.auc(np.zeros(3), np.ones(4)) == 1.0
-    assert statistics.auc(np.ones(5), np.ones(4)) == 0.5
+    assert statistics.compute_auc(members, others) == pytest.approx(
+        roc_auc_score(labels, -np.concatenate([members, others]))
+    )
+    assert statistics.compute_auc(np.zeros(3), np.ones(4)) == 1.0
+    assert statistics.compute_auc(np.ones(5), np.ones(4)) == 0.5
 
 
 def test_privleak_by_hand() -> None:

@@ -15,7 +15,7 @@ from tests.support.runs import Runs
 from tests.support.unlearning import write_rows as write_rows_of_ones_own
 from trainwright.cli.models import show
 from trainwright.errors import RequestError
-from trainwright.tasks.unlearn.evaluation.study_file import Results, draw, load_study, requests_of, write_rows
+from trainwright.tasks.unlearn.evaluation.study_file import Results, draw, list_requests, load_study, write_rows
 
 STUDY = """\
 benchmark: {benchmark}
@@ -56,22 +56,24 @@ def rows(file: Path) -> list[dict[str, str]]:
 
 def test_recipes_are_put_together(study: Path) -> None:
     read = load_study(study, ["unlearn.train.max_steps=5", "objectives.npo={unlearn: {beta: 0.2}}"])
-    kept = read.finetuning("retain.jsonl", "full.jsonl")
+    kept = read.build_finetuning_recipe("retain.jsonl", "full.jsonl")
     assert "task: sft" in kept and "train: retain.jsonl" in kept and "tokenizer: bpe:300:full.jsonl" in kept
-    npo = read.unlearning("npo", Path("runs/full/final"), {"forget": "f.jsonl", "retain": "r.jsonl"})
+    npo = read.build_unlearning_recipe("npo", Path("runs/full/final"), {"forget": "f.jsonl", "retain": "r.jsonl"})
     for part in ("name: runs/full/final", "forget: f.jsonl", "beta: 0.2", "max_steps: 5", "num_processes: 2"):
         assert part in npo
     with_adapter = load_study(study, ["unlearn.model={adapter: lora}"])
-    assert "type: lora" in with_adapter.unlearning("npo", Path("full"), {"forget": "f.jsonl", "retain": "r.jsonl"})
-    assert "type: lora" not in with_adapter.finetuning("retain.jsonl", "full.jsonl")
-    steep = read.unlearning("steep", Path("runs/full/final"), {"forget": "f.jsonl"})
+    assert "type: lora" in with_adapter.build_unlearning_recipe(
+        "npo", Path("full"), {"forget": "f.jsonl", "retain": "r.jsonl"}
+    )
+    assert "type: lora" not in with_adapter.build_finetuning_recipe("retain.jsonl", "full.jsonl")
+    steep = read.build_unlearning_recipe("steep", Path("runs/full/final"), {"forget": "f.jsonl"})
     assert "objective: grad_ascent" in steep and "learning_rate: 0.001" in steep
 
 
 def test_the_full_model_is_no_adapter(study: Path) -> None:
     read = load_study(study, ["model.adapter=lora"])
     with pytest.raises(RequestError, match=r"'model\.adapter=lora': model\.adapter: unlearning starts from the full"):
-        read.finetuning("retain.jsonl", "full.jsonl")
+        read.build_finetuning_recipe("retain.jsonl", "full.jsonl")
 
 
 def test_of_several_places_the_first_that_is_there_is_taken(study: Path, tmp_path: Path) -> None:
@@ -116,7 +118,7 @@ def test_a_subset_of_more_rows_than_there_are(study: Path, tmp_path: Path) -> No
 def test_mistakes_are_named_with_their_place(study: Path, written: str, instead: str, said: str) -> None:
     study.write_text(study.read_text().replace(written, instead))
     with pytest.raises(RequestError) as caught:
-        load_study(study).unlearning("steep", Path("full"), {"forget": "f.jsonl", "retain": "r.jsonl"})
+        load_study(study).build_unlearning_recipe("steep", Path("full"), {"forget": "f.jsonl", "retain": "r.jsonl"})
     assert said in str(caught.value), str(caught.value)
 
 
@@ -147,7 +149,7 @@ def found(directory: Path, **metrics: dict[str, float]) -> Results:
 def test_the_table_has_every_metric_that_was_measured(tmp_path: Path) -> None:
     on_both = {"forget": 0.25, "retain": 0.5, "holdout": 0.125}
     results = found(tmp_path, answer_probability=on_both, mia_loss={"forget": 0.75}, choice_accuracy={"choices": 0.5})
-    first, *_ = results.markdown().splitlines()[2:]
+    first, *_ = results.to_markdown().splitlines()[2:]
     assert first == "| model | forget probability | retain probability | mia loss | choice accuracy, choices |"
     assert results.rows[2] == ["npo", "0.2500", "0.5000", "0.7500", "0.5000"]
 
@@ -207,7 +209,9 @@ def test_grids_of_published_models_have_recipes_for_every_split(name: str) -> No
     for each in splits.values():
         assert each.study.full and each.study.retain
         training = each.benchmark.training
-        text = each.unlearning("npo", Path(each.study.full), {part: training[part] for part in ("forget", "retain")})
+        text = each.build_unlearning_recipe(
+            "npo", Path(each.study.full), {part: training[part] for part in ("forget", "retain")}
+        )
         assert f"name: {each.study.full}" in text
 
 
@@ -230,28 +234,28 @@ def test_requests_are_parts_of_the_rows_to_forget(study: Path, tmp_path: Path, k
     read = load_study(study, [f"{kind}=3", "subset=null"])
     written = write_rows(read.study, read.benchmark, tmp_path / "written")
     forget = rows(Path(written.training["forget"]))
-    parts = [rows(Path(source)) for source in requests_of(read.study, tmp_path / "written")]
+    parts = [rows(Path(source)) for source in list_requests(read.study, tmp_path / "written")]
     assert len(forget) == 3
     assert parts == ([[row] for row in forget] if kind == "sequential" else [forget[:end] for end in (1, 2, 3)])
 
 
 def test_requests_of_sources_are_used_as_they_are(study: Path, tmp_path: Path) -> None:
     read = load_study(study, ["growing=[a.jsonl, some/set:scal:forget_2]"])
-    assert requests_of(read.study, tmp_path) == ["a.jsonl", "some/set:scal:forget_2"]
+    assert list_requests(read.study, tmp_path) == ["a.jsonl", "some/set:scal:forget_2"]
     with pytest.raises(RequestError, match=r"study\.yaml: sequential and growing: set one of the two"):
         load_study(study, ["growing=2", "sequential=2"])
     with pytest.raises(RequestError, match=r"'growing=0': growing: expected a number of at least 2 or a list, not 0$"):
         load_study(study, ["growing=0"])
     with pytest.raises(RequestError, match="sequential: each request starts from the full weights"):
         adapted = load_study(study, ["sequential=2", "unlearn.model={adapter: lora}"])
-        adapted.unlearning("npo", Path("full"), {"forget": "f.jsonl", "retain": "r.jsonl"})
+        adapted.build_unlearning_recipe("npo", Path("full"), {"forget": "f.jsonl", "retain": "r.jsonl"})
 
 
 def test_models_that_are_named_are_not_trained(study: Path) -> None:
     read = load_study(
         study, ["full=some/full", "retain=some/retain", "model={config: null, tokenizer: some/tokenizer}"]
     )
-    recipe = read.unlearning("npo", Path("some/full"), {"forget": "f.jsonl", "retain": "r.jsonl"})
+    recipe = read.build_unlearning_recipe("npo", Path("some/full"), {"forget": "f.jsonl", "retain": "r.jsonl"})
     assert "name: some/full" in recipe and "tokenizer: some/tokenizer" in recipe
 
 

@@ -15,7 +15,7 @@ from tests.tasks.algorithm_distillation.learning.plain_environments import ROOMS
 from trainwright.errors import RequestError
 from trainwright.recipe.registries import ENVIRONMENTS
 from trainwright.tasks.algorithm_distillation.environments import Environment, make
-from trainwright.tasks.algorithm_distillation.environments.base import uniform
+from trainwright.tasks.algorithm_distillation.environments.base import sample_uniform
 from trainwright.tasks.algorithm_distillation.spec import AlgorithmDistillationSection
 
 LAKE = "gymnasium.envs.toy_text.frozen_lake:FrozenLakeEnv"
@@ -124,7 +124,7 @@ def test_what_is_random_depends_on_the_copy_alone() -> None:
 
 def test_numbers_are_even_and_do_not_go_together() -> None:
     seeds = torch.arange(50_000)
-    first, second = uniform(seeds, 3).numpy(), uniform(seeds, 4).numpy()
+    first, second = sample_uniform(seeds, 3).numpy(), sample_uniform(seeds, 4).numpy()
     assert first.min() >= 0 and first.max() < 1
     counts = np.histogram(first, bins=50, range=(0, 1))[0]
     assert ((counts - 1000) ** 2 / 1000).sum() < 86  # the 99.9th percentile of chi-squared with 49 degrees of freedom

@@ -12,8 +12,14 @@ import torch
 
 from trainwright.errors import RequestError
 from trainwright.tasks.algorithm_distillation.environments import make
-from trainwright.tasks.algorithm_distillation.histories import ARRAYS, Histories, History, returns_of_episodes, write
-from trainwright.tasks.algorithm_distillation.learners import learners
+from trainwright.tasks.algorithm_distillation.histories import (
+    ARRAYS,
+    Histories,
+    History,
+    compute_episode_returns,
+    write,
+)
+from trainwright.tasks.algorithm_distillation.learners import build_learners
 
 h5py = pytest.importorskip("h5py")
 SOURCE = {"name": "q-learning", "streams": 3, "steps": 45, "seed": 0}
@@ -23,7 +29,7 @@ SOURCE = {"name": "q-learning", "streams": 3, "steps": 45, "seed": 0}
 def some() -> dict[int, History]:
     environment = make("darkroom")
     goals = [3, 10, 80]
-    recording = learners(
+    recording = build_learners(
         environment, environment.tasks()[goals], torch.tensor(goals), {"name": "q-learning", "streams": 3}
     ).learn(45)
     return {goal: recording.goal(index) for index, goal in enumerate(goals)}
@@ -49,9 +55,9 @@ def test_what_is_written_is_read(file: Path, some: dict[int, History]) -> None:
         part = histories.read([2, 0], time=slice(5, 20), streams=slice(1, 3))
         assert part.states.shape == (2, 15, 2, 2) and part.rewards.shape == (2, 15, 2)
         assert (part.next_states[1] == some[3].next_states[5:20, 1:3]).all()
-        assert histories.indices_of(torch.tensor([[8, 8], [0, 3]])) == [2, 0]
+        assert histories.find_indices(torch.tensor([[8, 8], [0, 3]])) == [2, 0]
         with pytest.raises(RequestError, match=r"has no history of 1 of 2 tasks, such as \[4, 4\]"):
-            histories.indices_of([[4, 4], [0, 3]])
+            histories.find_indices([[4, 4], [0, 3]])
 
 
 def test_a_file_in_the_home_directory_is_found(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,10 +68,12 @@ def test_a_file_in_the_home_directory_is_found(file: Path, monkeypatch: pytest.M
 
 def test_tasks_that_are_no_whole_numbers_are_found(tmp_path: Path) -> None:
     environment = make("bandit", arms=3, count=4)
-    recording = learners(environment, environment.tasks(), torch.arange(4), {"name": "ucb", "streams": 2}).learn(10)
+    recording = build_learners(environment, environment.tasks(), torch.arange(4), {"name": "ucb", "streams": 2}).learn(
+        10
+    )
     write(tmp_path / "bandit.h5", environment, {}, ((goal, recording.goal(goal)) for goal in range(4)))
     with Histories(tmp_path / "bandit.h5") as histories:
-        assert histories.indices_of(environment.tasks()[[2, 1]]) == [2, 1]
+        assert histories.find_indices(environment.tasks()[[2, 1]]) == [2, 1]
 
 
 def as_the_reference_writes(path: Path, some: dict[int, History]) -> Path:
@@ -89,7 +97,7 @@ def test_files_of_the_reference_are_read(tmp_path: Path, some: dict[int, History
 
 def test_what_a_file_does_not_say_is_given(tmp_path: Path) -> None:
     environment = make("darkroom-permuted")
-    recording = learners(
+    recording = build_learners(
         environment, environment.tasks()[:2], torch.arange(2), {"name": "q-learning", "streams": 2}
     ).learn(60)
     path = as_the_reference_writes(tmp_path / "permuted.hdf5", {goal: recording.goal(goal) for goal in range(2)})
@@ -193,10 +201,10 @@ def test_returns_of_episodes() -> None:
     dones = np.zeros((6, 2), dtype=bool)
     dones[[1, 3], 0] = True
     dones[4, 1] = True
-    found = returns_of_episodes(dones, rewards)
+    found = compute_episode_returns(dones, rewards)
     assert found.dtype == np.float32
     assert found[0].tolist() == [0 + 2, 4 + 6] and found[1, 0] == 1 + 3 + 5 + 7 + 9 and np.isnan(found[1, 1])
-    assert returns_of_episodes(np.zeros((6, 2), dtype=bool), rewards).shape == (2, 0)
+    assert compute_episode_returns(np.zeros((6, 2), dtype=bool), rewards).shape == (2, 0)
 
 
 LINKS = [(place, kind) for place in ("3", "10/rewards") for kind in ("external link", "soft link")]

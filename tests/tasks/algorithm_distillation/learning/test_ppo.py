@@ -8,8 +8,13 @@ import torch
 from torch.nn.functional import log_softmax, mse_loss
 
 from trainwright.tasks.algorithm_distillation.environments import make
-from trainwright.tasks.algorithm_distillation.histories import returns_of_episodes
-from trainwright.tasks.algorithm_distillation.learners import Networks, Ppo, advantages, surrogate_slopes
+from trainwright.tasks.algorithm_distillation.histories import compute_episode_returns
+from trainwright.tasks.algorithm_distillation.learners import (
+    Networks,
+    Ppo,
+    compute_advantages,
+    compute_surrogate_slopes,
+)
 from trainwright.tasks.algorithm_distillation.spec import PpoSection
 
 GOALS, SAMPLES, INPUTS, HIDDEN, ACTIONS = 3, 11, 2, 7, 5
@@ -63,7 +68,7 @@ def test_gradients_and_updates_are_those_of_autograd() -> None:
     twice = inputs.repeat(2, 1, 1)
     logits, values = made.forward(twice, room)
     scaled = gains / SAMPLES
-    surrogate_slopes(
+    compute_surrogate_slopes(
         logits,
         actions[:, None],
         torch.nn.functional.one_hot(actions, ACTIONS).transpose(1, 2).float(),
@@ -100,7 +105,7 @@ def test_advantages_are_sums_of_discounted_errors() -> None:
     rewards, values = (torch.randn(2, steps, 3, generator=generator) for _ in range(2))
     last = torch.randn(2, 3, generator=generator)
     dones = torch.rand(2, steps, 3, generator=generator) < 0.3
-    found = advantages(rewards, values, dones, last, gamma, decay)
+    found = compute_advantages(rewards, values, dones, last, gamma, decay)
     for goal, stream in np.ndindex(2, 3):
         for step in range(steps):
             total, weight = 0.0, 1.0
@@ -153,7 +158,7 @@ def test_it_learns_and_keeps_what_happened() -> None:
     assert told == sorted(told) and told[-1] == 1.0
     for index, best in enumerate(environment.optimal_return(tasks).tolist()):
         history = recording.goal(index)
-        returns = returns_of_episodes(history.dones, history.rewards).mean(axis=0)
+        returns = compute_episode_returns(history.dones, history.rewards).mean(axis=0)
         assert returns.shape == (25,)
         assert returns[:2].mean() < 0.25 * best and returns[-3:].mean() > 0.6 * best
         # The next step's state is this one's next, but where an episode ends; and rewards are where the goal is.

@@ -9,8 +9,8 @@ import torch
 
 from trainwright.errors import RequestError
 from trainwright.tasks.algorithm_distillation.environments import make
-from trainwright.tasks.algorithm_distillation.histories import returns_of_episodes
-from trainwright.tasks.algorithm_distillation.learners import learners
+from trainwright.tasks.algorithm_distillation.histories import compute_episode_returns
+from trainwright.tasks.algorithm_distillation.learners import build_learners
 
 Q: dict[str, Any] = {"name": "q-learning", "streams": 10}
 UCB: dict[str, Any] = {"name": "ucb", "streams": 10}
@@ -27,11 +27,11 @@ UCB: dict[str, Any] = {"name": "ucb", "streams": 10}
 def test_q_learning_comes_near_the_optimum(name: str, part: float) -> None:
     environment = make(name, size=5, horizon=20)
     tasks = environment.tasks()[:: len(environment.tasks()) // 4]
-    recording = learners(environment, tasks, torch.arange(len(tasks)), Q | {"epsilon": 0.02}).learn(4000)
+    recording = build_learners(environment, tasks, torch.arange(len(tasks)), Q | {"epsilon": 0.02}).learn(4000)
     best = environment.optimal_return(tasks)
     curves = torch.stack(
         [
-            torch.from_numpy(returns_of_episodes(history.dones, history.rewards)).mean(dim=0)
+            torch.from_numpy(compute_episode_returns(history.dones, history.rewards)).mean(dim=0)
             for history in map(recording.goal, range(len(tasks)))
         ]
     )
@@ -42,7 +42,7 @@ def test_q_learning_comes_near_the_optimum(name: str, part: float) -> None:
 def test_ucb_finds_the_best_arm() -> None:
     environment = make("bandit", arms=5, horizon=50)
     tasks = torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.9], [0.8, 0.1, 0.1, 0.1, 0.1]])
-    recording = learners(environment, tasks, torch.tensor([3, 4]), UCB | {"exploration": 0.7}).learn(600)
+    recording = build_learners(environment, tasks, torch.tensor([3, 4]), UCB | {"exploration": 0.7}).learn(600)
     for goal, arm in ((0, 4), (1, 0)):
         actions = recording.goal(goal).actions
         # Every arm is tried once before any is tried again.
@@ -54,8 +54,8 @@ def test_ucb_finds_the_best_arm() -> None:
 def test_a_goal_learns_the_same_whichever_are_beside_it(name: str, source: dict[str, Any]) -> None:
     environment = make(name)
     tasks, seeds = environment.tasks()[:4], torch.tensor([7, 8, 9, 10])
-    together = learners(environment, tasks, seeds, source).learn(120)
-    alone = learners(environment, tasks[2:3], seeds[2:3], source).learn(120)
+    together = build_learners(environment, tasks, seeds, source).learn(120)
+    alone = build_learners(environment, tasks[2:3], seeds[2:3], source).learn(120)
     for one, other in zip(together.goal(2), alone.goal(0), strict=True):
         assert (one == other).all()
     actions = alone.goal(0).actions
@@ -71,9 +71,9 @@ def test_what_ends_an_episode_is_worth_nothing_beyond() -> None:
         "horizon": 20,
     }
     environment = make("gymnasium", **options)
-    learner = learners(environment, environment.tasks(), torch.tensor([1]), Q)
+    learner = build_learners(environment, environment.tasks(), torch.tensor([1]), Q)
     recording = learner.learn(1500)
-    returns = returns_of_episodes(recording.goal(0).dones, recording.goal(0).rewards)
+    returns = compute_episode_returns(recording.goal(0).dones, recording.goal(0).rewards)
     last = [row[row == row][-20:].mean() for row in returns]
     assert sum(last) / len(last) > 0.75
 
@@ -81,4 +81,4 @@ def test_what_ends_an_episode_is_worth_nothing_beyond() -> None:
 def test_ucb_learns_no_rooms() -> None:
     environment = make("darkroom")
     with pytest.raises(RequestError, match="ucb: learns one state, and darkroom has more"):
-        learners(environment, environment.tasks(), torch.arange(81), UCB)
+        build_learners(environment, environment.tasks(), torch.arange(81), UCB)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainwright.errors import RequestError
-from trainwright.models.usage import names_code
+from trainwright.models.usage import has_user_code
 from trainwright.recipe.registries import ENVIRONMENTS
 from trainwright.tasks.algorithm_distillation.environments.base import Environment, VectorEnvironment
 
@@ -23,7 +23,7 @@ def check_stored(environment: Mapping[str, Any], file: str) -> None:
     name, options = environment["name"], environment["options"]
     if not isinstance(name, str) or not isinstance(options, dict):
         raise RequestError(f"{file}: its environment needs a name, and options by name")
-    if names_code(environment):
+    if has_user_code(environment):
         raise RequestError(
             f"{file}: its environment is the code {options.get('entry_point', name)!r}, which is imported only if your "
             "own recipe names it with equal options; use that recipe or its run, or install a package that registers "

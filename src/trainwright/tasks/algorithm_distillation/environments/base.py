@@ -98,7 +98,7 @@ class VectorEnvironment(ABC):
         self.horizon = environment.horizon
         self.action_count = environment.action_count
         self.observation_size = environment.observation_size
-        self.seeds = _seeds(seed, self.copies).to(self.device)
+        self.seeds = _build_seeds(seed, self.copies).to(self.device)
         self.elapsed = torch.zeros(self.copies, dtype=torch.int64, device=self.device)
         self.final_observations = torch.zeros(self.copies, self.observation_size, dtype=torch.int64, device=self.device)
 
@@ -160,7 +160,7 @@ def check_counts(environment: str, **values: Any) -> None:
             raise RequestError(f"environment {environment}: {option} is a whole number of at least 1, not {value}")
 
 
-def _seeds(seed: int | torch.Tensor, copies: int) -> torch.Tensor:
+def _build_seeds(seed: int | torch.Tensor, copies: int) -> torch.Tensor:
     if isinstance(seed, torch.Tensor):
         return seed.to(torch.int64)
     return torch.arange(copies, dtype=torch.int64) + (seed << 32)
@@ -171,7 +171,7 @@ class _BanditCopies(VectorEnvironment):
         super().__init__(environment, tasks, device, seed)
         self.noise = environment.noise if environment.rewards == "gaussian" else None
         self.draws = 0
-        self.second_seeds = mixed(self.seeds + (1 << 40))
+        self.second_seeds = mix_bits(self.seeds + (1 << 40))
 
     def observations(self) -> torch.Tensor:
         return torch.zeros(self.copies, 1, dtype=torch.int64, device=self.device)
@@ -184,12 +184,12 @@ class _BanditCopies(VectorEnvironment):
 
     def _move(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         means = self.tasks.gather(1, actions[:, None])[:, 0]
-        drawn = uniform(self.seeds, self.draws)
+        drawn = sample_uniform(self.seeds, self.draws)
         if self.noise is None:
             rewards = (drawn < means).float()
         else:
             # Box and Muller's transform of two uniform numbers into a normal one.
-            angle = 2 * torch.pi * uniform(self.second_seeds, self.draws)
+            angle = 2 * torch.pi * sample_uniform(self.second_seeds, self.draws)
             rewards = means + self.noise * (-2 * torch.log1p(-drawn)).sqrt() * angle.cos()
         self.draws += 1
         return rewards, None
@@ -236,7 +236,7 @@ class Bandit(Environment):
     def tasks(self) -> torch.Tensor:
         """Return all tasks of the environment, [n, p]."""
         places = torch.arange(self.count * self.action_count) + (self.seed << 32)
-        return uniform(places, 0).view(self.count, self.action_count)
+        return sample_uniform(places, 0).view(self.count, self.action_count)
 
     def describe(self, task: torch.Tensor) -> str:
         """Describe a task by its best arm."""
@@ -252,7 +252,7 @@ _FIRST = -4658895280553007687  # 0xBF58476D1CE4E5B9
 _SECOND = -7723592293110705685  # 0x94D049BB133111EB
 
 
-def uniform(seeds: torch.Tensor, draw: int) -> torch.Tensor:
+def sample_uniform(seeds: torch.Tensor, draw: int) -> torch.Tensor:
     """Return one number in [0, 1) for each seed.
 
     SplitMix64 as a counter-based generator (Steele, Lea and Flood, 2014, doi 10.1145/2660193.2660195).
@@ -263,17 +263,17 @@ def uniform(seeds: torch.Tensor, draw: int) -> torch.Tensor:
         Returns:
         float32 of the same shape.
     """
-    return (mixed(mixed(seeds) + draw) & 0xFFFFFF).float() * 2**-24
+    return (mix_bits(mix_bits(seeds) + draw) & 0xFFFFFF).float() * 2**-24
 
 
-def mixed(values: torch.Tensor) -> torch.Tensor:
+def mix_bits(values: torch.Tensor) -> torch.Tensor:
     """Mix int64 numbers so that each bit of the result depends on every bit of the input."""
     values = values + _GOLDEN
-    values = (values ^ _shifted(values, 30)) * _FIRST
-    values = (values ^ _shifted(values, 27)) * _SECOND
-    return values ^ _shifted(values, 31)
+    values = (values ^ _shift_right(values, 30)) * _FIRST
+    values = (values ^ _shift_right(values, 27)) * _SECOND
+    return values ^ _shift_right(values, 31)
 
 
-def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
+def _shift_right(values: torch.Tensor, bits: int) -> torch.Tensor:
     # The shift must be logical: fill with zeros instead of the sign bit.
     return (values >> bits) & ((1 << (64 - bits)) - 1)

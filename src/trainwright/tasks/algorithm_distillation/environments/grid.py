@@ -37,16 +37,16 @@ class Grid(Environment):
         """Return the start of episodes: the center."""
         return self.size // 2, self.size // 2
 
-    def _cells(self) -> torch.Tensor:
+    def _list_cells(self) -> torch.Tensor:
         axis = torch.arange(self.size)
         return torch.cartesian_prod(axis, axis)
 
-    def _distance(self, cells: torch.Tensor) -> torch.Tensor:
+    def _compute_distance(self, cells: torch.Tensor) -> torch.Tensor:
         return (cells - torch.tensor(self.start, device=cells.device)).abs().sum(dim=-1)
 
 
 class GridCopies(VectorEnvironment):
-    """The agents' positions and moves; subclasses define ``_rewards``."""
+    """The agents' positions and moves; subclasses define ``_compute_rewards``."""
 
     def __init__(self, environment: Grid, tasks: torch.Tensor, device: torch.device | str, seed: Any) -> None:
         super().__init__(environment, tasks, device, seed)
@@ -68,17 +68,17 @@ class GridCopies(VectorEnvironment):
 
     def _move(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         self.position = (self.position + self.moves[actions]).clamp_(0, self.size - 1)
-        return self._rewards(), None
+        return self._compute_rewards(), None
 
     def _at(self, cells: torch.Tensor) -> torch.Tensor:
         return (self.position == cells).all(dim=1)
 
-    def _rewards(self) -> torch.Tensor:
+    def _compute_rewards(self) -> torch.Tensor:
         raise NotImplementedError
 
 
 class _DarkroomCopies(GridCopies):
-    def _rewards(self) -> torch.Tensor:
+    def _compute_rewards(self) -> torch.Tensor:
         return self._at(self.tasks).float()
 
 
@@ -93,7 +93,7 @@ class Darkroom(Grid):
 
     def tasks(self) -> torch.Tensor:
         """Return all tasks of the environment, [n, p]."""
-        return self._cells()
+        return self._list_cells()
 
     def describe(self, task: torch.Tensor) -> str:
         """Describe a task by its goal."""
@@ -102,7 +102,7 @@ class Darkroom(Grid):
     def optimal_return(self, tasks: torch.Tensor) -> torch.Tensor:
         """Return the highest expected return of an episode, for tasks [n, p]."""
         # The arriving step is rewarded too; starting on the goal loses no step.
-        return (self.horizon + 1 - self._distance(tasks)).clamp(0, self.horizon).float()
+        return (self.horizon + 1 - self._compute_distance(tasks)).clamp(0, self.horizon).float()
 
 
 class _HardCopies(GridCopies):
@@ -117,7 +117,7 @@ class _HardCopies(GridCopies):
         super()._begin(mask)
         self.found = self.found & ~mask
 
-    def _rewards(self) -> torch.Tensor:
+    def _compute_rewards(self) -> torch.Tensor:
         first = self._at(self.tasks) & ~self.found
         self.found = self.found | first
         return first.float()
@@ -135,7 +135,7 @@ class DarkroomHard(Darkroom):
 
     def optimal_return(self, tasks: torch.Tensor) -> torch.Tensor:
         """Return the highest expected return of an episode, for tasks [n, p]."""
-        return (self._distance(tasks) <= self.horizon).float()
+        return (self._compute_distance(tasks) <= self.horizon).float()
 
 
 class _PermutedCopies(GridCopies):
@@ -148,7 +148,7 @@ class _PermutedCopies(GridCopies):
     def _move(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         return super()._move(self.meant.gather(1, actions[:, None])[:, 0])
 
-    def _rewards(self) -> torch.Tensor:
+    def _compute_rewards(self) -> torch.Tensor:
         return (self.position == self.size - 1).all(dim=1).float()
 
 
@@ -196,7 +196,7 @@ class _KeyToDoorCopies(GridCopies):
         super()._begin(mask)
         self.reached = self.reached.masked_fill(mask, _NOTHING)
 
-    def _rewards(self) -> torch.Tensor:
+    def _compute_rewards(self) -> torch.Tensor:
         on_key = (self.reached == _NOTHING) & self._at(self.tasks[:, :2])
         on_door = (self.reached == _KEY) & self._at(self.tasks[:, 2:])
         self.reached = self.reached + (on_key | on_door)
@@ -229,6 +229,6 @@ class KeyToDoor(Grid):
     def optimal_return(self, tasks: torch.Tensor) -> torch.Tensor:
         """Return the highest expected return of an episode, for tasks [n, p]."""
         # Without any distance to walk, a step that stays is still needed.
-        key = self._distance(tasks[:, :2]).clamp(min=1)
+        key = self._compute_distance(tasks[:, :2]).clamp(min=1)
         door = key + (tasks[:, 2:] - tasks[:, :2]).abs().sum(dim=1).clamp(min=1)
         return (key <= self.horizon).float() + (door <= self.horizon).float()

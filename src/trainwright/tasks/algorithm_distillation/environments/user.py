@@ -47,7 +47,7 @@ class _UserCopies(VectorEnvironment):
         for index in mask.nonzero()[:, 0].tolist():
             seed = int(self.seeds[index]) & 0x7FFFFFFF if self.fresh[index] else None
             self.fresh[index] = False
-            with self._blamed(index, "reset", ""):
+            with self._blame_user_code(index, "reset", ""):
                 observation, _ = self.each[index].reset(seed=seed)
                 self.seen[index] = self.family.encode(observation)
 
@@ -55,14 +55,14 @@ class _UserCopies(VectorEnvironment):
         rewards, over = torch.zeros(self.copies), torch.zeros(self.copies, dtype=torch.bool)
         for index, action in enumerate(actions.tolist()):
             value = self.family.actions[action]
-            with self._blamed(index, "step", value):
+            with self._blame_user_code(index, "step", value):
                 observation, reward, terminated, truncated, _ = self.each[index].step(value)
                 self.seen[index] = self.family.encode(observation)
                 rewards[index], over[index] = float(reward), bool(terminated or truncated)
         return rewards.to(self.device), over.to(self.device)
 
     @contextmanager
-    def _blamed(self, index: int, call: str, argument: Any) -> Iterator[None]:
+    def _blame_user_code(self, index: int, call: str, argument: Any) -> Iterator[None]:
         """Raise any error of the user's code as a RequestError that names it."""
         try:
             yield
@@ -114,11 +114,11 @@ class UserEnvironment(Environment):
         check_counts(self.name, horizon=horizon)
         _check_options(tasks, optimal_returns)
         self.keywords, self.horizon, self.optimal_returns = tasks, horizon, optimal_returns
-        self.kind = _imported(entry_point)
+        self.kind = _import_environment(entry_point)
         sample = self.build(0)
-        self.actions = self._action_values(entry_point, sample.action_space, action_bins)
+        self.actions = self._list_action_values(entry_point, sample.action_space, action_bins)
         self.bounds: np.ndarray | None = None
-        self.observation_counts, kind = self._observations(
+        self.observation_counts, kind = self._count_observation_values(
             entry_point, sample.observation_space, observation_bins, observation_bounds
         )
         sample.close()
@@ -128,7 +128,7 @@ class UserEnvironment(Environment):
         for count in self.observation_counts:
             self.state_count *= count
 
-    def _action_values(self, entry_point: str, space: Any, bins: int | None) -> list[Any]:
+    def _list_action_values(self, entry_point: str, space: Any, bins: int | None) -> list[Any]:
         """Return what ``step`` of the class takes for every action."""
         from gymnasium import spaces
 
@@ -153,7 +153,7 @@ class UserEnvironment(Environment):
         lines = (np.linspace(*ends, bins) for ends in zip(space.low.flat, space.high.flat, strict=True))
         return [np.array(values, space.dtype).reshape(space.shape) for values in product(*lines)]
 
-    def _observations(
+    def _count_observation_values(
         self, entry_point: str, space: Any, bins: int | None, bounds: list[list[float]] | None
     ) -> tuple[tuple[int, ...], str]:
         """Return how many values each number of an observation has, and the kind."""
@@ -162,7 +162,7 @@ class UserEnvironment(Environment):
         if isinstance(space, spaces.Box) and space.dtype.kind == "f":
             bins = self.options["observation_bins"] = _OBSERVATION_BINS if bins is None else bins
             _check_bins(observation_bins=bins)
-            self.bounds = _bounds(entry_point, space, bounds)
+            self.bounds = _find_bounds(entry_point, space, bounds)
             if bounds is not None:
                 self.options["observation_bounds"] = bounds
             return (bins,) * self.bounds.shape[1], "bins"
@@ -219,7 +219,7 @@ class UserEnvironment(Environment):
         return torch.tensor(self.optimal_returns)[tasks[:, 0]].float()
 
 
-def _bounds(entry_point: str, space: Any, bounds: Any) -> np.ndarray:
+def _find_bounds(entry_point: str, space: Any, bounds: Any) -> np.ndarray:
     """Return the lowest and highest values [2, k] of the numbers of an observation."""
     if bounds is None:
         ends = np.stack([space.low.reshape(-1), space.high.reshape(-1)]).astype(np.float64)
@@ -266,7 +266,7 @@ def _check_options(tasks: Any, optimal_returns: Any) -> None:
         raise RequestError(f"{_KEY}: {len(optimal_returns)} optimal_returns for {len(tasks)} tasks; set one for each")
 
 
-def _imported(entry_point: str) -> type[Any]:
+def _import_environment(entry_point: str) -> type[Any]:
     try:
         import gymnasium
     except ImportError:

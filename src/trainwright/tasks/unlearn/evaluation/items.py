@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from trainwright.data.rows.chat_encoding import ChatEncoder, Encoded
-from trainwright.data.rows.formats import EXAMPLES, TurnsError, text_field, to_example
-from trainwright.data.rows.layouts import columns_of
-from trainwright.data.rows.texts import text_ids
+from trainwright.data.rows.formats import EXAMPLES, TurnsError, read_text_field, to_example
+from trainwright.data.rows.layouts import list_columns
+from trainwright.data.rows.texts import encode_texts
 from trainwright.data.rows.tokenizer_calls import call_tokenizer
-from trainwright.data.sources.reading import location_of, read_rows
+from trainwright.data.sources.reading import locate_row, read_rows
 from trainwright.data.sources.row_files import Row
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
@@ -62,7 +62,7 @@ class ItemSet:
 
     def location(self, index: int) -> str:
         """Return file and line of an item, for messages."""
-        return location_of(self.source, index)
+        return locate_row(self.source, index)
 
     @property
     def has_wrong(self) -> bool:
@@ -87,7 +87,7 @@ def read_set(evaluation_set: EvaluationSet, limit: int | None, key: str) -> Item
     rows = [{name: value for name, value in row.items() if value is not None} for row in table]
     build: Callable[[Row], Item] | None = _BUILDERS.get(style)
     if build is None:
-        layout = EXAMPLES.layout(columns_of(rows[:8]), rows[:8], RowSettings(), f"{key}: {source}")
+        layout = EXAMPLES.layout(list_columns(rows[:8]), rows[:8], RowSettings(), f"{key}: {source}")
         style = "continue" if layout == "text" else "chat"
         build = functools.partial(_own, layout=layout)
     items = []
@@ -95,36 +95,36 @@ def read_set(evaluation_set: EvaluationSet, limit: int | None, key: str) -> Item
         try:
             items.append(build(row))
         except RequestError as error:
-            raise RequestError(f"{key}: {location_of(source, number)}: {error}") from None
+            raise RequestError(f"{key}: {locate_row(source, number)}: {error}") from None
     if evaluation_set.examples is not None:
         shown = read_set(replace(evaluation_set, source=evaluation_set.examples, examples=None), None, key)
         before += "".join(f"Question: {item.prompt}\nAnswer: {item.answer}\n\n" for item in shown.items)
     return ItemSet(source, style, items, before)
 
 
-def _question(row: Row) -> Item:
+def _parse_question(row: Row) -> Item:
     """Return a row of TOFU: its wrong answers correspond to the paraphrase, if it has one, or to the answer."""
     wrong = row.get("perturbed_answer", [])
     if isinstance(wrong, str):
         wrong = [wrong]
     if not isinstance(wrong, list) or not all(isinstance(each, str) and each.strip() for each in wrong):
         raise RequestError("the field perturbed_answer should be a list of texts")
-    paraphrase = text_field(row, "paraphrased_answer") if "paraphrased_answer" in row else None
-    return Item(text_field(row, "question"), text_field(row, "answer"), paraphrase, tuple(wrong))
+    paraphrase = read_text_field(row, "paraphrased_answer") if "paraphrased_answer" in row else None
+    return Item(read_text_field(row, "question"), read_text_field(row, "answer"), paraphrase, tuple(wrong))
 
 
-def _passage(row: Row) -> Item:
+def _parse_passage(row: Row) -> Item:
     """Return a text to continue, or a complete one."""
     if "prompt" not in row and "gt" not in row:
-        return Item("", text_field(row, "text"))
-    prompt, truth = text_field(row, "prompt"), text_field(row, "gt")
+        return Item("", read_text_field(row, "text"))
+    prompt, truth = read_text_field(row, "prompt"), read_text_field(row, "gt")
     # Join the two as MUSE's authors do: with a space, unless one has white space at the seam.
     return Item(prompt, truth if prompt[-1].isspace() or truth[0].isspace() else f" {truth}")
 
 
-def _choice(row: Row) -> Item:
+def _parse_choice(row: Row) -> Item:
     """Return a question with letters to choose from, in the format of WMDP and MMLU in lm-evaluation-harness."""
-    question, choices, right = text_field(row, "question").strip(), row.get("choices"), row.get("answer")
+    question, choices, right = read_text_field(row, "question").strip(), row.get("choices"), row.get("answer")
     if not isinstance(choices, list) or not 2 <= len(choices) <= len(_LETTERS):
         raise RequestError(f"the field choices should be a list of 2 to {len(_LETTERS)} texts")
     if isinstance(right, str) and right.strip() in _LETTERS and right.strip():
@@ -136,13 +136,13 @@ def _choice(row: Row) -> Item:
     return Item(f"{question}{listed}\nAnswer:", letters.pop(right), None, tuple(letters))
 
 
-_BUILDERS = {"chat": _question, "few_shot": _question, "continue": _passage, "choices": _choice}
+_BUILDERS = {"chat": _parse_question, "few_shot": _parse_question, "continue": _parse_passage, "choices": _parse_choice}
 
 
 def _own(row: Row, layout: str) -> Item:
     """Return a text, or the single question and answer of a conversation."""
     if layout == "question_answer":
-        return _question(row)
+        return _parse_question(row)
     example = to_example(row, layout)
     if isinstance(example, str):
         return Item("", example)
@@ -188,7 +188,7 @@ class ItemSequences:
         places = {(name, item, what, which): number for name, item, what, which, number in about["places"]}
         return cls(TokenDataset.open(directory / "tokens"), places, about["text_targets"])
 
-    def of_set(self, name: str) -> list[int]:
+    def select_set(self, name: str) -> list[int]:
         """Return the sequences of the answers of a set, in the order of its items."""
         numbered = [
             (item, number) for (each, item, what, _), number in self.places.items() if (each, what) == (name, ANSWER)
@@ -234,14 +234,14 @@ class ItemEncoder:
             texts = [
                 (number, what, which, text)
                 for number, item in enumerate(each.items)
-                for what, which, text in _texts(item)
+                for what, which, text in _iterate_texts(item)
                 if what == ANSWER or (what in kinds and each.has_wrong)
             ]
             for (number, what, which, _), pair in zip(texts, self._encoded(each, texts), strict=True):
                 places[name, number, what, which] = len(pairs)
                 pairs.append(self._within(pair, each, number))
         stops = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
-        text = [_without_stop(ids, flags, stops) for ids, flags in pairs]
+        text = [_count_text_targets(ids, flags, stops) for ids, flags in pairs]
         return ItemSequences(TokenDataset.from_examples(pairs, fingerprint(pairs)), places, text)
 
     def prompts(self, each: ItemSet, positions: int | None) -> ItemPrompts:
@@ -250,11 +250,11 @@ class ItemEncoder:
         """
         if each.style == "chat":
             turns = [[{"role": "user", "content": item.prompt}] for item in each.items]
-            tokens = self._asking(each, lambda encoder: encoder.prompts(turns))
+            tokens = self._call_encoder(each, lambda encoder: encoder.prompts(turns))
             references = [item.answer.strip() for item in each.items]
         else:
-            texts = [_opening(each, item) for item in each.items]
-            tokens = text_ids(self._tokenizer, texts)
+            texts = [_format_opening(each, item) for item in each.items]
+            tokens = encode_texts(self._tokenizer, texts)
             references = self._references(each)
         for number, prompt in enumerate(tokens):
             if positions is not None and len(prompt) >= positions:
@@ -279,9 +279,9 @@ class ItemEncoder:
                 for number, _, _, text in numbered_texts
             ]
             numbers = [number for number, *_ in numbered_texts]
-            yield from self._asking(each, lambda encoder: encoder.encode(conversations), numbers)
+            yield from self._call_encoder(each, lambda encoder: encoder.encode(conversations), numbers)
             return
-        openings = [_opening(each, each.items[number]) for number, *_ in numbered_texts]
+        openings = [_format_opening(each, each.items[number]) for number, *_ in numbered_texts]
         space = " " if each.style == "few_shot" else ""
         texts = [f"{opening}{space}{text}" for opening, (*_, text) in zip(openings, numbered_texts, strict=True)]
         encoded = call_tokenizer(self._tokenizer, texts, return_offsets_mapping=True, verbose=False)
@@ -300,7 +300,7 @@ class ItemEncoder:
         self.cut += len(within) < len(flags)
         return ids[: self._max_length], within
 
-    def _asking(
+    def _call_encoder(
         self, each: ItemSet, work: Callable[[ChatEncoder], list[T]], numbers: Sequence[int] | None = None
     ) -> list[T]:
         self._chat = self._chat or ChatEncoder(self._tokenizer)
@@ -311,7 +311,7 @@ class ItemEncoder:
             raise RequestError(f"{self._key}: {each.location(number)}: {error}") from None
 
 
-def _texts(item: Item) -> Iterator[tuple[str, int, str]]:
+def _iterate_texts(item: Item) -> Iterator[tuple[str, int, str]]:
     """Yield every possible answer to an item: its kind, its index among that kind, and the text."""
     yield ANSWER, 0, item.answer
     if item.paraphrase is not None:
@@ -320,13 +320,13 @@ def _texts(item: Item) -> Iterator[tuple[str, int, str]]:
         yield WRONG, which, wrong
 
 
-def _opening(each: ItemSet, item: Item) -> str:
+def _format_opening(each: ItemSet, item: Item) -> str:
     """Return the text before the answer, in plain text."""
     question = f"Question: {item.prompt}\nAnswer:" if each.style == "few_shot" else item.prompt
     return each.before + question
 
 
-def _without_stop(ids: Sequence[int], flags: Sequence[bool], stops: set[int]) -> int:
+def _count_text_targets(ids: Sequence[int], flags: Sequence[bool], stops: set[int]) -> int:
     """Return the number of targets up to the last one that is text; all if none is."""
     targets = [token for token, flag in zip(ids[1:], flags[1:], strict=True) if flag]
     count = len(targets)

@@ -25,16 +25,16 @@ from trainwright import __version__
 from trainwright.data.stream.batch import Batch, collate_examples
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.errors import RequestError
-from trainwright.inference.answering import AnswerSettings, Stage, answer_all, over_ranks
+from trainwright.inference.answering import AnswerSettings, Stage, answer_all, map_over_ranks
 from trainwright.inference.evaluation.metrics import EvaluationRequest
 from trainwright.inference.finding import UnloadedModel, find_model
 from trainwright.inference.generation import Answer, Sampling, stop_of
 from trainwright.inference.loading import DTYPES, Loaded, check_fits, load
 from trainwright.inference.scoring import TokenScores, score, score_standardized
 from trainwright.machine.machine import Machine
-from trainwright.machine.vendors import processor_of
+from trainwright.machine.vendors import look_up_processor
 from trainwright.models.causal_lm import CausalLM
-from trainwright.models.load import load_tokenizer, max_positions
+from trainwright.models.load import load_tokenizer, read_max_positions
 from trainwright.models.quantization import Quantization, quantize
 from trainwright.parallel.world import World
 from trainwright.tasks.unlearn.benchmarks import KEY, Benchmark, find_benchmark
@@ -51,18 +51,18 @@ from trainwright.tasks.unlearn.evaluation.items import (
     ItemSet,
     read_sets,
 )
-from trainwright.tasks.unlearn.evaluation.registry import METRICS, OPTIONS, missing, sets_of, usual
+from trainwright.tasks.unlearn.evaluation.registry import METRICS, OPTIONS, describe_missing, select_sets, select_usual
 from trainwright.tasks.unlearn.evaluation.report import (
     BenchmarkReport,
     Findings,
     Floats,
-    by_set,
+    group_by_set,
     mean_loss,
     read_reference,
 )
 from trainwright.utils.installation import require
-from trainwright.utils.paths import user_path
-from trainwright.utils.text import plural, they
+from trainwright.utils.paths import expand_user_path
+from trainwright.utils.text import format_clause, format_plural
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -127,15 +127,15 @@ def answer_sets(
     answers = {}
     for name, prompts in work.prompts.items():
         style = work.sets[name].style
-        stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=style == "chat").with_texts(STOP_TEXTS.get(style, ()))
+        stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=style == "chat").add_texts(STOP_TEXTS.get(style, ()))
         settings = AnswerSettings(Sampling(max_new_tokens=NEW_TOKENS.get(style, longest)), stop, rows)
         done = stage(f"answers of {name}", len(prompts.tokens))
-        with loaded.lm.for_generation() as model:
+        with loaded.lm.open_for_generation() as model:
             answers[name] = answer_all(model, loaded.tokenizer, prompts.tokens, settings, world, done)
     return answers
 
 
-def attack_items(
+def measure_attack_items(
     loaded: Loaded, work: MeasurementJob, other: list[TokenScores] | None, world: World, stage: Stage
 ) -> dict[str, dict[str, Sequence[Floats]]]:
     """Return what membership inference needs in addition to likelihoods, by kind and set. Every rank must call.
@@ -146,7 +146,7 @@ def attack_items(
     sequences = work.sequences
     items: dict[str, dict[str, Sequence[Floats]]] = {}
     text = sequences.text_targets
-    places = {name: sequences.of_set(name) for name in work.attacked_sets}
+    places = {name: sequences.select_set(name) for name in work.attacked_sets}
     numbers = [number for mine in places.values() for number in mine]
     if "standardized" in work.attacked:
         part = sequences.dataset.part(numbers)
@@ -157,7 +157,7 @@ def attack_items(
             for name, mine in places.items()
         }
     if "gradient_norm" in work.attacked:
-        norms = dict(zip(numbers, gradient_norms(loaded.lm, sequences, numbers, world, stage), strict=True))
+        norms = dict(zip(numbers, measure_gradient_norms(loaded.lm, sequences, numbers, world, stage), strict=True))
         items["gradient_norm"] = {name: [np.array([norms[n]]) for n in mine] for name, mine in places.items()}
     if other is not None:
         items["other_losses"] = {
@@ -167,7 +167,7 @@ def attack_items(
     return items
 
 
-def gradient_norms(
+def measure_gradient_norms(
     lm: CausalLM, sequences: ItemSequences, numbers: Sequence[int], world: World, stage: Stage
 ) -> list[float]:
     """Return the L2 norm of each sequence's gradient by all weights (arXiv 2402.17012). Every rank must call."""
@@ -175,21 +175,21 @@ def gradient_norms(
     weights = [parameter for parameter in lm.parameters() if parameter.is_floating_point()]
 
     def work(indices: Sequence[int]) -> list[float]:
-        return [_gradient_norm(lm, dataset, index, weights, world.device) for index in indices]
+        return [_measure_gradient_norm(lm, dataset, index, weights, world.device) for index in indices]
 
     for weight in weights:
         weight.requires_grad_(True)
     try:
         costs = [float(dataset.length(index)) for index in range(len(dataset))]
         done = stage("gradients", len(dataset))
-        return over_ranks(world, [[index] for index in range(len(dataset))], costs, work, done)
+        return map_over_ranks(world, [[index] for index in range(len(dataset))], costs, work, done)
     finally:
         for weight in weights:
             weight.requires_grad_(False)
             weight.grad = None
 
 
-def _gradient_norm(
+def _measure_gradient_norm(
     lm: CausalLM, dataset: Any, index: int, weights: Sequence[torch.nn.Parameter], device: torch.device
 ) -> float:
     count = dataset.target_count(index)
@@ -201,10 +201,10 @@ def _gradient_norm(
     return float(torch.stack(squares).sum().sqrt())
 
 
-_TRUTH_RATIOS = {"forget": statistics.forget_truth_ratio, "retain": statistics.utility_truth_ratio}
+_TRUTH_RATIOS = {"forget": statistics.compute_forget_truth_ratio, "retain": statistics.compute_utility_truth_ratio}
 
 
-def few_sequences(
+def select_few_sequences(
     benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, *, rows: int, positions: int | None, key: str
 ) -> ItemSequences | None:
     """Return the first ``rows`` of the forget and of the retain set, to measure truth ratios of repeatedly.
@@ -224,7 +224,7 @@ def few_sequences(
     return ItemEncoder(tokenizer, positions, key).sequences(compared, (PARAPHRASE, WRONG)) if compared else None
 
 
-def truth_ratio_metrics(
+def measure_truth_ratios(
     sequences: ItemSequences, lm: CausalLM, world: World, *, together: bool = False
 ) -> dict[str, float]:
     """Return ``forget_truth_ratio`` and ``retain_truth_ratio``, the same on every rank. Every rank must call.
@@ -232,7 +232,7 @@ def truth_ratio_metrics(
     Args:
         together: whether every rank scores everything, because each pass of the model involves all ranks.
     """
-    scores = by_set(sequences, score(lm, sequences.dataset, world, together=together))
+    scores = group_by_set(sequences, score(lm, sequences.dataset, world, together=together))
     return {f"{name}_truth_ratio": _TRUTH_RATIOS[name](of_set.truth_ratios) for name, of_set in scores.items()}
 
 
@@ -251,7 +251,7 @@ class Relearning:
     learning_rate: float = 1e-5
 
 
-def quantized_probability(loaded: Loaded, forget: TokenDataset, kind: Quantization, world: World) -> float:
+def measure_quantized_probability(loaded: Loaded, forget: TokenDataset, kind: Quantization, world: World) -> float:
     """Return the probability after quantizing every linear layer (Zhang et al., arXiv 2410.16454). Every rank must
     call.
 
@@ -263,10 +263,10 @@ def quantized_probability(loaded: Loaded, forget: TokenDataset, kind: Quantizati
         raise RequestError("--metrics quantisation: the model is already quantized")
     quantize(model, kind, double=False, keep=_OF_ADAPTERS)
     loaded.lm.to(world.device)
-    return probability(loaded, forget, world)
+    return measure_probability(loaded, forget, world)
 
 
-def relearn(loaded: Loaded, forget: TokenDataset, how: Relearning, world: World) -> dict[str, float]:
+def measure_relearning(loaded: Loaded, forget: TokenDataset, how: Relearning, world: World) -> dict[str, float]:
     """Return the probability of the rest of the forget set, by the number of steps, while training on its first quarter
     again (Hu et al., arXiv 2406.13356).
 
@@ -281,7 +281,7 @@ def relearn(loaded: Loaded, forget: TokenDataset, how: Relearning, world: World)
         )
     shown = max(1, int(len(forget) * _SHOWN))
     rest = forget.part(range(shown, len(forget)))
-    batches = _batches(forget.part(range(shown)), world)
+    batches = _build_batches(forget.part(range(shown)), world)
     weights = [each for each in loaded.lm.parameters() if each.is_floating_point()]
     for weight in weights:
         weight.requires_grad_(True)
@@ -290,7 +290,7 @@ def relearn(loaded: Loaded, forget: TokenDataset, how: Relearning, world: World)
     probabilities = {}
     for step in range(how.steps + 1):
         if step in looks:
-            probabilities[str(step)] = probability(loaded, rest, world)
+            probabilities[str(step)] = measure_probability(loaded, rest, world)
         if step < how.steps:
             _step(loaded, batches, optimizer)
     return probabilities
@@ -305,18 +305,18 @@ def _step(loaded: Loaded, batches: Sequence[Batch], optimizer: torch.optim.Optim
     optimizer.zero_grad(set_to_none=True)
 
 
-def _batches(dataset: TokenDataset, world: World) -> list[Batch]:
+def _build_batches(dataset: TokenDataset, world: World) -> list[Batch]:
     """Return all examples in batches, as large as the tokens of a pass allow."""
     parts: list[list[int]] = [[]]
     for index in range(len(dataset)):
         longest = max(map(dataset.length, [*parts[-1], index]))
-        if parts[-1] and longest * (len(parts[-1]) + 1) > _TOKENS[processor_of(world.device.type)]:
+        if parts[-1] and longest * (len(parts[-1]) + 1) > _TOKENS[look_up_processor(world.device.type)]:
             parts.append([])
         parts[-1].append(index)
     return [collate_examples(dataset, part, packed=False).to(world.device) for part in parts]
 
 
-def probability(loaded: Loaded, dataset: TokenDataset, world: World) -> float:
+def measure_probability(loaded: Loaded, dataset: TokenDataset, world: World) -> float:
     """Return the mean probability per token of the targets of every document. Every rank must call."""
     return float(np.mean([np.exp(-mean_loss(each)) for each in score(loaded.lm, dataset, world)]))
 
@@ -331,34 +331,34 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
         RequestError: one of them, a row or a metric is invalid.
         MachineError: the model does not fit this machine, or a library that a metric needs is not installed.
     """
-    model = _tokenized(find_model(request.model, request.adapter, request.checkpoint), request)
+    model = _set_tokenizer(find_model(request.model, request.adapter, request.checkpoint), request)
     check_fits(model, DTYPES[request.dtype], machine, processes)
     model.save(work / _MODEL)
-    benchmark = benchmark_of(request, model)
+    benchmark = choose_benchmark(request, model)
     if request.reference_log is not None:
-        read_reference(user_path(request.reference_log))
+        read_reference(expand_user_path(request.reference_log))
     sets = read_sets(benchmark, benchmark.sets, request.limit, KEY)
-    names = chosen_metrics(request, sets)
+    names = choose_metrics(request, sets)
     tokenizer = load_tokenizer(model.section)
     if request.reference_model is not None:
-        other = _tokenized(find_model(request.reference_model), request)
+        other = _set_tokenizer(find_model(request.reference_model), request)
         if load_tokenizer(other.section).get_vocab() != tokenizer.get_vocab():
             raise RequestError(f"--reference-model: {other.origin} has another tokenizer than {model.origin}")
         other.save(work / _OTHER)
-    encoder = ItemEncoder(tokenizer, _longest(request, model), KEY)
-    job = _job(names, sets, encoder, max_positions(model.section))
+    encoder = ItemEncoder(tokenizer, _choose_max_length(request, model), KEY)
+    job = _build_job(names, sets, encoder, read_max_positions(model.section))
     job.save(work)
     about = {"benchmark": benchmark.name, "metrics": names, "cut": encoder.cut, "notes": encoder.notes}
     (work / "about.json").write_text(json.dumps(about), encoding="utf-8")
 
 
-def _tokenized(model: UnloadedModel, request: EvaluationRequest) -> UnloadedModel:
+def _set_tokenizer(model: UnloadedModel, request: EvaluationRequest) -> UnloadedModel:
     if request.tokenizer is None or model.recipe is not None:  # a run has its own
         return model
     return replace(model, section=model.section.model_copy(update={"tokenizer": request.tokenizer}))
 
 
-def benchmark_of(request: EvaluationRequest, model: UnloadedModel) -> Benchmark:
+def choose_benchmark(request: EvaluationRequest, model: UnloadedModel) -> Benchmark:
     """Return the benchmark that is named, or else the one that the run was trained on."""
     if request.benchmark is not None:
         return find_benchmark(request.benchmark)
@@ -371,12 +371,12 @@ def benchmark_of(request: EvaluationRequest, model: UnloadedModel) -> Benchmark:
     return find_benchmark("files@" + ",".join(f"{name}={source}" for name, source in own.items() if source))
 
 
-def chosen_metrics(request: EvaluationRequest, sets: dict[str, ItemSet]) -> list[str]:
+def choose_metrics(request: EvaluationRequest, sets: dict[str, ItemSet]) -> list[str]:
     """Return the metrics that are asked for, or those that lack nothing. Raises RequestError if one lacks its data."""
     options = {"--reference-log": request.reference_log, "--reference-model": request.reference_model}
-    names = list(request.metrics) if request.explicit else usual(sets, options)
+    names = list(request.metrics) if request.explicit else select_usual(sets, options)
     for name in names:
-        if (why := missing(name, sets, options)) is not None:
+        if (why := describe_missing(name, sets, options)) is not None:
             raise RequestError(f"--metrics {name}: {why}")
     if not names:
         raise RequestError(f"{KEY}: no metric applies to its sets ({', '.join(sets)})")
@@ -390,8 +390,10 @@ def chosen_metrics(request: EvaluationRequest, sets: dict[str, ItemSet]) -> list
     return names
 
 
-def _job(names: list[str], sets: dict[str, ItemSet], encoder: ItemEncoder, positions: int | None) -> MeasurementJob:
-    sets_by_metric = {name: sets_of(name, list(sets)) for name in names}
+def _build_job(
+    names: list[str], sets: dict[str, ItemSet], encoder: ItemEncoder, positions: int | None
+) -> MeasurementJob:
+    sets_by_metric = {name: select_sets(name, list(sets)) for name in names}
     scored = [each for each in sets if any(each in sets_by_metric[name] for name in names)]
     weighed = any(METRICS[name].wrong for name in names) or not set(scored).isdisjoint(OPTIONS)
     kinds = (PARAPHRASE, WRONG) if weighed else ()
@@ -414,24 +416,26 @@ def work_on(request: EvaluationRequest, work: Path, world: World, stage: Stage) 
     loaded = load(model, dtype, world.device)
     scores = score_sequences(loaded, job, world, stage)
     answers = answer_sets(loaded, job, request.max_new_tokens, world, stage, request.batch_size)
-    attacked = attack_items(loaded, job, other, world, stage)
+    attacked = measure_attack_items(loaded, job, other, world, stage)
     findings = Findings(
         job.sets,
-        by_set(job.sequences, scores),
+        group_by_set(job.sequences, scores),
         {name: [answer.text.strip() for answer in each] for name, each in answers.items()},
         {name: each.references for name, each in job.prompts.items()},
         attacked,
-        None if request.reference_log is None else read_reference(user_path(request.reference_log)),
+        None if request.reference_log is None else read_reference(expand_user_path(request.reference_log)),
     )
     after = {
-        name: _attack(name, request, model, loaded, job, world) for name in about["metrics"] if METRICS[name].attack
+        name: _measure_attack(name, request, model, loaded, job, world)
+        for name in about["metrics"]
+        if METRICS[name].attack
     }
     if world.is_main:
         values = {name: after[name] if name in after else METRICS[name].compute(findings) for name in about["metrics"]}
         unfinished = sum(not answer.complete for each in answers.values() for answer in each)
         top = {"trainwright": __version__, "model": model.origin, "benchmark": about["benchmark"]}
         report = BenchmarkReport.of(
-            findings, values, top, request.settings, _notes(about, findings, unfinished, request)
+            findings, values, top, request.settings, _list_notes(about, findings, unfinished, request)
         )
         report.save(work / "report.json")
 
@@ -441,21 +445,21 @@ def report_of(request: EvaluationRequest, work: Path) -> BenchmarkReport:
     return BenchmarkReport.open(work / "report.json")
 
 
-def _attack(
+def _measure_attack(
     name: str, request: EvaluationRequest, model: UnloadedModel, loaded: Loaded, job: MeasurementJob, world: World
 ) -> dict[str, float]:
     """Return the metrics of an attack; each attack gets its own copy of the model."""
-    forget = job.sequences.dataset.part(job.sequences.of_set("forget"))
+    forget = job.sequences.dataset.part(job.sequences.select_set("forget"))
     if name == "relearning":
         how = Relearning(request.relearning_steps, request.relearning_rate)
-        return relearn(load(model, torch.float32, world.device), forget, how, world)
+        return measure_relearning(load(model, torch.float32, world.device), forget, how, world)
     return {
-        kind: quantized_probability(load(model, DTYPES[request.dtype], world.device), forget, kind, world)
+        kind: measure_quantized_probability(load(model, DTYPES[request.dtype], world.device), forget, kind, world)
         for kind in KINDS
     }
 
 
-def _notes(about: dict[str, Any], findings: Findings, unfinished: int, request: EvaluationRequest) -> list[str]:
+def _list_notes(about: dict[str, Any], findings: Findings, unfinished: int, request: EvaluationRequest) -> list[str]:
     notes = list(about["notes"])
     weighed = any(METRICS[name].wrong for name in about["metrics"])
     for name in findings.scores if weighed else ():
@@ -465,10 +469,10 @@ def _notes(about: dict[str, Any], findings: Findings, unfinished: int, request: 
                 f"of {name} not all rows have wrong answers (perturbed_answer), {bare:,} lack them, so none are used"
             )
     if about["cut"]:
-        notes.append(f"{plural(about['cut'], 'text')} truncated to the maximum length")
+        notes.append(f"{format_plural(about['cut'], 'text')} truncated to the maximum length")
     if unfinished:
-        cut = they(unfinished, "answer", "were cut")
-        notes.append(f"{cut} at the limit, in a chat of {plural(request.max_new_tokens, 'token')}")
+        cut = format_clause(unfinished, "answer", "were cut")
+        notes.append(f"{cut} at the limit, in a chat of {format_plural(request.max_new_tokens, 'token')}")
     reference = None if findings.reference is None else findings.reference.truth_ratios
     if reference is not None and "forget_quality" in about["metrics"]:
         here = len(findings.scores["forget"].answers)
@@ -479,5 +483,7 @@ def _notes(about: dict[str, Any], findings: Findings, unfinished: int, request: 
     return notes
 
 
-def _longest(request: EvaluationRequest, model: UnloadedModel) -> int | None:
-    return min((each for each in (request.max_length, max_positions(model.section)) if each is not None), default=None)
+def _choose_max_length(request: EvaluationRequest, model: UnloadedModel) -> int | None:
+    return min(
+        (each for each in (request.max_length, read_max_positions(model.section)) if each is not None), default=None
+    )

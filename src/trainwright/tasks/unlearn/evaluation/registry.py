@@ -52,16 +52,16 @@ class Metric:
     attack: bool = False
 
 
-def _probability(findings: Findings) -> Values:
+def _compute_probability(findings: Findings) -> Values:
     def of(name: str, scores: SetScores) -> float:
         if name in OPTIONS and scores.wrong:
-            return float(statistics.option_probabilities(scores.losses, scores.wrong_losses).mean())
+            return float(statistics.compute_option_probabilities(scores.losses, scores.wrong_losses).mean())
         return float(np.exp(-scores.losses).mean())
 
     return {name: of(name, findings.scores[name]) for name in (*QUESTIONS, "holdout") if name in findings.scores}
 
 
-def _rouge(pick: Callable[[Overlap], float], sets: tuple[str, ...]) -> Callable[[Findings], Values]:
+def _build_rouge(pick: Callable[[Overlap], float], sets: tuple[str, ...]) -> Callable[[Findings], Values]:
     def compute(findings: Findings) -> Values:
         values = {}
         for name in sets:
@@ -74,16 +74,18 @@ def _rouge(pick: Callable[[Overlap], float], sets: tuple[str, ...]) -> Callable[
     return compute
 
 
-def _truth_ratio(findings: Findings) -> Values:
+def _compute_truth_ratio(findings: Findings) -> Values:
     values = {}
     for name in QUESTIONS:
         if name in findings.scores and findings.scores[name].wrong:
-            aggregate = statistics.forget_truth_ratio if name == "forget" else statistics.utility_truth_ratio
+            aggregate = (
+                statistics.compute_forget_truth_ratio if name == "forget" else statistics.compute_utility_truth_ratio
+            )
             values[name] = aggregate(findings.scores[name].truth_ratios)
     return values
 
 
-def _forget_quality(findings: Findings) -> Values:
+def _compute_forget_quality(findings: Findings) -> Values:
     assert findings.reference is not None
     if findings.reference.truth_ratios is None:
         raise RequestError(f"--metrics forget_quality: {findings.reference.file} has no truth ratios of the forget set")
@@ -92,60 +94,62 @@ def _forget_quality(findings: Findings) -> Values:
     }
 
 
-def _model_utility(findings: Findings) -> Values:
-    recall = _rouge(lambda overlap: overlap.recall, QUESTIONS)
-    parts = (_probability(findings), recall(findings), _truth_ratio(findings))
+def _compute_model_utility(findings: Findings) -> Values:
+    recall = _build_rouge(lambda overlap: overlap.recall, QUESTIONS)
+    parts = (_compute_probability(findings), recall(findings), _compute_truth_ratio(findings))
     return {"all": statistics.model_utility([part[name] for part in parts for name in QUESTIONS[1:]])}
 
 
-def _memorised(measure: Callable[[statistics.Bools], float]) -> Callable[[Findings], Values]:
+def _build_memorization(measure: Callable[[statistics.Bools], float]) -> Callable[[Findings], Values]:
     def compute(findings: Findings) -> Values:
         name = "verbatim" if "verbatim" in findings.scores else "forget"
         scores = findings.scores[name]
-        each = [measure(scores.text_correct(number)) for number in range(len(scores.answers))]
+        each = [measure(scores.select_text_correct(number)) for number in range(len(scores.answers))]
         return {"forget": float(np.mean(each))}
 
     return compute
 
 
-def _auc(findings: Findings, attack: Callable[[str, int], float]) -> float:
+def _compute_auc(findings: Findings, attack: Callable[[str, int], float]) -> float:
     members = "members" if "members" in findings.sets else "forget"
     each = [
         np.array([attack(name, number) for number in range(len(findings.sets[name].items))])
         for name in (members, "holdout")
     ]
-    return statistics.auc(*each)
+    return statistics.compute_auc(*each)
 
 
-def _on_losses(attack: Callable[[Floats, str], float]) -> Callable[[Findings], Values]:
+def _build_loss_attack(attack: Callable[[Floats, str], float]) -> Callable[[Findings], Values]:
     def compute(findings: Findings) -> Values:
         def of(name: str, number: int) -> float:
-            return attack(findings.scores[name].text_losses(number), findings.sets[name].items[number].answer.strip())
+            return attack(
+                findings.scores[name].select_text_losses(number), findings.sets[name].items[number].answer.strip()
+            )
 
-        return {"forget": _auc(findings, of)}
+        return {"forget": _compute_auc(findings, of)}
 
     return compute
 
 
-def _on_attacked(what: str, attack: Callable[[Floats], float]) -> Callable[[Findings], Values]:
+def _build_attack_on_items(what: str, attack: Callable[[Floats], float]) -> Callable[[Findings], Values]:
     def compute(findings: Findings) -> Values:
-        return {"forget": _auc(findings, lambda name, number: attack(findings.attacked[what][name][number]))}
+        return {"forget": _compute_auc(findings, lambda name, number: attack(findings.attacked[what][name][number]))}
 
     return compute
 
 
-def _mia_reference(findings: Findings) -> Values:
+def _compute_mia_reference(findings: Findings) -> Values:
     def of(name: str, number: int) -> float:
         others = findings.attacked["other_losses"][name][number]
-        return statistics.reference_attack(findings.scores[name].text_losses(number), others)
+        return statistics.compute_reference_attack(findings.scores[name].select_text_losses(number), others)
 
-    return {"forget": _auc(findings, of)}
-
-
-_min_k = _on_losses(lambda losses, text: statistics.min_k_attack(losses))
+    return {"forget": _compute_auc(findings, of)}
 
 
-def _privleak(findings: Findings) -> Values:
+_min_k = _build_loss_attack(lambda losses, text: statistics.compute_min_k_attack(losses))
+
+
+def _compute_privleak(findings: Findings) -> Values:
     assert findings.reference is not None
     if findings.reference.min_k is None:
         raise RequestError(
@@ -155,7 +159,7 @@ def _privleak(findings: Findings) -> Values:
     return {"forget": statistics.privleak(_min_k(findings)["forget"], findings.reference.min_k)}
 
 
-def _of_answers(measure: Callable[[str], float]) -> Callable[[Findings], Values]:
+def _build_answer_metric(measure: Callable[[str], float]) -> Callable[[Findings], Values]:
     def compute(findings: Findings) -> Values:
         names = [name for name in ("forget", "retain") if name in findings.answers]
         return {name: float(np.mean([measure(answer) for answer in findings.answers[name]])) for name in names}
@@ -163,14 +167,14 @@ def _of_answers(measure: Callable[[str], float]) -> Callable[[Findings], Values]
     return compute
 
 
-def _choice_accuracy(findings: Findings) -> Values:
+def _compute_choice_accuracy(findings: Findings) -> Values:
     """Return the fraction of questions whose right letter is the most probable; a tie of two counts half."""
     scores = findings.scores["choices"]
     pairs = zip(scores.losses, scores.wrong_losses, strict=True)
     return {"choices": float(np.mean([(loss < wrong.min()) + 0.5 * (loss == wrong.min()) for loss, wrong in pairs]))}
 
 
-def _changed(findings: Findings) -> Values:
+def _refuse_attack(findings: Findings) -> Values:
     raise AssertionError("an attack is measured separately")
 
 
@@ -179,54 +183,54 @@ _MEMBERS = ("forget", "members", "holdout")
 _TEXTS = ("forget", "verbatim")
 
 METRICS: dict[str, Metric] = {
-    "answer_probability": Metric(_probability, (*QUESTIONS, "holdout")),
-    "rouge_l_recall": Metric(_rouge(lambda overlap: overlap.recall, QUESTIONS), QUESTIONS, answers=True),
-    "rouge_l": Metric(_rouge(lambda overlap: overlap.f1, QUESTIONS), QUESTIONS, answers=True),
-    "truth_ratio": Metric(_truth_ratio, QUESTIONS, wrong=True),
-    "forget_quality": Metric(_forget_quality, ("forget",), wrong=True, option="--reference-log"),
-    "model_utility": Metric(_model_utility, _UTILITY, _UTILITY, wrong=True, answers=True),
+    "answer_probability": Metric(_compute_probability, (*QUESTIONS, "holdout")),
+    "rouge_l_recall": Metric(_build_rouge(lambda overlap: overlap.recall, QUESTIONS), QUESTIONS, answers=True),
+    "rouge_l": Metric(_build_rouge(lambda overlap: overlap.f1, QUESTIONS), QUESTIONS, answers=True),
+    "truth_ratio": Metric(_compute_truth_ratio, QUESTIONS, wrong=True),
+    "forget_quality": Metric(_compute_forget_quality, ("forget",), wrong=True, option="--reference-log"),
+    "model_utility": Metric(_compute_model_utility, _UTILITY, _UTILITY, wrong=True, answers=True),
     "verbatim_memorisation": Metric(
-        _rouge(lambda overlap: overlap.f1, ("verbatim",)), ("verbatim",), ("verbatim",), answers=True
+        _build_rouge(lambda overlap: overlap.f1, ("verbatim",)), ("verbatim",), ("verbatim",), answers=True
     ),
     "knowledge_memorisation": Metric(
-        _rouge(lambda overlap: overlap.f1, QUESTIONS[:2]), QUESTIONS[:2], ("forget", "retain"), answers=True
+        _build_rouge(lambda overlap: overlap.f1, QUESTIONS[:2]), QUESTIONS[:2], ("forget", "retain"), answers=True
     ),
-    "exact_memorisation": Metric(_memorised(statistics.exact_memorisation), _TEXTS),
-    "extraction_strength": Metric(_memorised(statistics.extraction_strength), _TEXTS),
+    "exact_memorisation": Metric(_build_memorization(statistics.exact_memorisation), _TEXTS),
+    "extraction_strength": Metric(_build_memorization(statistics.extraction_strength), _TEXTS),
     "mia_loss": Metric(
-        _on_losses(lambda losses, text: statistics.loss_attack(losses)), _MEMBERS, ("forget", "holdout")
+        _build_loss_attack(lambda losses, text: statistics.compute_loss_attack(losses)), _MEMBERS, ("forget", "holdout")
     ),
-    "mia_zlib": Metric(_on_losses(statistics.zlib_attack), _MEMBERS, ("forget", "holdout")),
+    "mia_zlib": Metric(_build_loss_attack(statistics.compute_zlib_attack), _MEMBERS, ("forget", "holdout")),
     "mia_reference": Metric(
-        _mia_reference, _MEMBERS, ("forget", "holdout"), attacked="other_losses", option="--reference-model"
+        _compute_mia_reference, _MEMBERS, ("forget", "holdout"), attacked="other_losses", option="--reference-model"
     ),
     "mia_gradient_norm": Metric(
-        _on_attacked("gradient_norm", lambda norm: float(norm[0])),
+        _build_attack_on_items("gradient_norm", lambda norm: float(norm[0])),
         _MEMBERS,
         ("forget", "holdout"),
         attacked="gradient_norm",
     ),
     "mia_min_k": Metric(_min_k, _MEMBERS, ("forget", "holdout")),
     "mia_min_k_plus_plus": Metric(
-        _on_attacked("standardized", statistics.min_k_plus_plus_attack),
+        _build_attack_on_items("standardized", statistics.compute_min_k_plus_plus_attack),
         _MEMBERS,
         ("forget", "holdout"),
         attacked="standardized",
     ),
-    "privleak": Metric(_privleak, _MEMBERS, ("forget", "holdout"), option="--reference-log"),
+    "privleak": Metric(_compute_privleak, _MEMBERS, ("forget", "holdout"), option="--reference-log"),
     "gibberish": Metric(
-        _of_answers(lambda answer: float(statistics.is_gibberish(answer))), QUESTIONS[:2], answers=True
+        _build_answer_metric(lambda answer: float(statistics.is_gibberish(answer))), QUESTIONS[:2], answers=True
     ),
-    "fluency": Metric(_of_answers(statistics.fluency), QUESTIONS[:2], answers=True),
-    "choice_accuracy": Metric(_choice_accuracy, ("choices",), ("choices",), wrong=True),
-    "relearning": Metric(_changed, ("forget",), attack=True),
-    "quantisation": Metric(_changed, ("forget",), attack=True),
+    "fluency": Metric(_build_answer_metric(statistics.fluency), QUESTIONS[:2], answers=True),
+    "choice_accuracy": Metric(_compute_choice_accuracy, ("choices",), ("choices",), wrong=True),
+    "relearning": Metric(_refuse_attack, ("forget",), attack=True),
+    "quantisation": Metric(_refuse_attack, ("forget",), attack=True),
 }
 # Slow, or with a library of their own: measured only if named.
 _NOT_USUAL = ("mia_gradient_norm", "relearning", "quantisation")
 
 
-def sets_of(name: str, available: Sequence[str]) -> list[str]:
+def select_sets(name: str, available: Sequence[str]) -> list[str]:
     """Return the sets that a metric uses in a benchmark with the sets ``available``."""
     metric = METRICS[name]
     used = [each for each in metric.sets if each in available]
@@ -235,7 +239,7 @@ def sets_of(name: str, available: Sequence[str]) -> list[str]:
     return [each for each in used if each not in dropped]
 
 
-def missing(name: str, sets: Mapping[str, ItemSet], options: Mapping[str, object]) -> str | None:
+def describe_missing(name: str, sets: Mapping[str, ItemSet], options: Mapping[str, object]) -> str | None:
     """Return what a metric lacks, as text; None if nothing.
 
     Args:
@@ -247,17 +251,17 @@ def missing(name: str, sets: Mapping[str, ItemSet], options: Mapping[str, object
         return f"the benchmark has no set {' and '.join(absent)}"
     if metric.wrong and (bare := [each for each in metric.needs if not sets[each].has_wrong]):
         return f"the rows of {' and '.join(bare)} have no wrong answers (perturbed_answer)"
-    if metric.answers and (mute := [each for each in metric.needs if not _asks(sets[each])]):
+    if metric.answers and (mute := [each for each in metric.needs if not _has_prompts(sets[each])]):
         return f"the rows of {' and '.join(mute)} are texts without prompts"
     if metric.option is not None and not options.get(metric.option):
         return f"it needs {metric.option}"
     return None
 
 
-def usual(sets: Mapping[str, ItemSet], options: Mapping[str, object]) -> list[str]:
+def select_usual(sets: Mapping[str, ItemSet], options: Mapping[str, object]) -> list[str]:
     """Return the metrics that lack nothing, except slow ones."""
-    return [name for name in METRICS if name not in _NOT_USUAL and missing(name, sets, options) is None]
+    return [name for name in METRICS if name not in _NOT_USUAL and describe_missing(name, sets, options) is None]
 
 
-def _asks(each: ItemSet) -> bool:
+def _has_prompts(each: ItemSet) -> bool:
     return each.style != "choices" and all(item.prompt for item in each.items)

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from trainwright.errors import RequestError
 from trainwright.inference.evaluation.metrics import rouge_l
-from trainwright.inference.evaluation.report import complete_directory, number_text, table_lines, write_text
+from trainwright.inference.evaluation.report import align_columns, complete_directory, format_number, write_text
 from trainwright.inference.scoring import TokenScores
 from trainwright.tasks.unlearn.evaluation import statistics
 from trainwright.tasks.unlearn.evaluation.items import ANSWER, PARAPHRASE, WRONG, ItemSequences, ItemSet
@@ -71,7 +71,7 @@ def read_reference(file: Path) -> ReferenceLog:
     except ValueError as error:
         raise RequestError(f"--reference-log: {file}: not JSON: {error}") from None
     try:
-        reference = _reference(str(file), log)
+        reference = _parse_reference(str(file), log)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RequestError(f"--reference-log: {file}: unknown log format ({error!r})") from None
     if reference.truth_ratios is None and reference.min_k is None:
@@ -82,12 +82,12 @@ def read_reference(file: Path) -> ReferenceLog:
     return reference
 
 
-def _reference(file: str, log: Mapping[str, Any]) -> ReferenceLog:
+def _parse_reference(file: str, log: Mapping[str, Any]) -> ReferenceLog:
     ratios, min_k = None, None
     if PARTS["forget"] in log and "average_perturb_loss" in (part := log[PARTS["forget"]]):
         wrong = part["average_perturb_loss"]
         right = np.array([part["avg_paraphrased_loss"][number] for number in wrong], dtype=np.float64)
-        ratios = statistics.truth_ratios(
+        ratios = statistics.compute_truth_ratios(
             right, [np.atleast_1d(np.array(each, dtype=np.float64)) for each in wrong.values()]
         )
     elif "forget_truth_ratio" in log:
@@ -101,38 +101,42 @@ def _reference(file: str, log: Mapping[str, Any]) -> ReferenceLog:
 
 def log_of(findings: Findings, values: Mapping[str, Mapping[str, float]], about: Mapping[str, Any]) -> dict[str, Any]:
     """Return the log of an evaluation. ``about``: the fields at its top."""
-    parts = {PARTS[name]: _part(findings, name, scores) for name, scores in findings.scores.items() if name in PARTS}
+    parts = {
+        PARTS[name]: _build_set_part(findings, name, scores)
+        for name, scores in findings.scores.items()
+        if name in PARTS
+    }
     return {**about, "metrics": values, **parts}
 
 
-def _part(findings: Findings, name: str, scores: SetScores) -> dict[str, Any]:
+def _build_set_part(findings: Findings, name: str, scores: SetScores) -> dict[str, Any]:
     right = [scores.paraphrases.get(number, answer) for number, answer in enumerate(scores.answers)]
-    part = {**_losses(scores.answers, "gt")}
+    part = {**_build_losses(scores.answers, "gt")}
     if scores.wrong:
-        wrong = [_losses(each, "perturb") for each in scores.wrong]
-        part |= {key: _numbered([list(each[key].values()) for each in wrong]) for key in wrong[0]}
+        wrong = [_build_losses(each, "perturb") for each in scores.wrong]
+        part |= {key: _number_values([list(each[key].values()) for each in wrong]) for key in wrong[0]}
         part["average_perturb_loss"] = part.pop("avg_perturb_loss")
-        part |= _losses(right, "paraphrased") | {"truth_ratio": _numbered(scores.truth_ratios.tolist())}
+        part |= _build_losses(right, "paraphrased") | {"truth_ratio": _number_values(scores.truth_ratios.tolist())}
     if name in findings.answers:
         answers, references = findings.answers[name], findings.references[name]
         prompts = [item.prompt for item in findings.sets[name].items]
         recalls = [rouge_l(*pair, stem=True).recall for pair in zip(references, answers, strict=True)]
-        part["generated_text"] = _numbered([list(each) for each in zip(prompts, answers, references, strict=True)])
-        part["rougeL_recall"] = _numbered(recalls)
+        part["generated_text"] = _number_values([list(each) for each in zip(prompts, answers, references, strict=True)])
+        part["rougeL_recall"] = _number_values(recalls)
     return part
 
 
-def _losses(scores: Sequence[TokenScores], what: str) -> dict[str, dict[str, Any]]:
+def _build_losses(scores: Sequence[TokenScores], what: str) -> dict[str, dict[str, Any]]:
     sums = [float(each.losses.sum(dtype=np.float64)) for each in scores]
     counts = [len(each.losses) for each in scores]
     return {
-        f"avg_{what}_loss": _numbered([total / count for total, count in zip(sums, counts, strict=True)]),
-        f"{what}_loss": _numbered(sums),
-        f"num_token_{what}": _numbered(counts),
+        f"avg_{what}_loss": _number_values([total / count for total, count in zip(sums, counts, strict=True)]),
+        f"{what}_loss": _number_values(sums),
+        f"num_token_{what}": _number_values(counts),
     }
 
 
-def _numbered(values: Sequence[Any]) -> dict[str, Any]:
+def _number_values(values: Sequence[Any]) -> dict[str, Any]:
     return {str(number): value for number, value in enumerate(values)}
 
 
@@ -189,11 +193,11 @@ class BenchmarkReport:
     def lines(self) -> list[str]:
         """Return the table and its notes."""
         rows = [
-            [metric, name, number_text(value), f"{self.rows[name]:,}" if name in self.rows else ""]
+            [metric, name, format_number(value), f"{self.rows[name]:,}" if name in self.rows else ""]
             for metric, values in self.metrics.items()
             for name, value in values.items()
         ]
-        return [*table_lines(rows, ("metric", "set", "value", "rows")), *(f"note: {note}" for note in self.notes)]
+        return [*align_columns(rows, ("metric", "set", "value", "rows")), *(f"note: {note}" for note in self.notes)]
 
     def write(self, directory: Path) -> None:
         """Write all files to the new ``directory``. Raises RequestError if they cannot be written."""
@@ -244,13 +248,13 @@ class SetScores:
     @property
     def truth_ratios(self) -> Floats:
         """Return the truth ratio of every item; all items must have wrong answers."""
-        return statistics.truth_ratios(self.right_losses, self.wrong_losses)
+        return statistics.compute_truth_ratios(self.right_losses, self.wrong_losses)
 
-    def text_losses(self, number: int) -> Floats:
+    def select_text_losses(self, number: int) -> Floats:
         """Return the losses of the tokens of an answer's text."""
         return self.answers[number].losses[: self.text_targets[number]].astype(np.float64)
 
-    def text_correct(self, number: int) -> npt.NDArray[np.bool_]:
+    def select_text_correct(self, number: int) -> npt.NDArray[np.bool_]:
         """Return which tokens of an answer's text are the most probable ones."""
         return self.answers[number].correct[: self.text_targets[number]]
 
@@ -281,7 +285,7 @@ class Findings:
     reference: ReferenceLog | None = None
 
 
-def by_set(sequences: ItemSequences, scores: Sequence[TokenScores]) -> dict[str, SetScores]:
+def group_by_set(sequences: ItemSequences, scores: Sequence[TokenScores]) -> dict[str, SetScores]:
     """Return the scores of all sequences, grouped by set."""
     by_name: dict[str, SetScores] = {}
     for (name, item, what, _), number in sequences.places.items():

@@ -27,32 +27,32 @@ _LONGEST = 25  # letters of a word
 _LATIN = re.compile(r"[a-z]", re.IGNORECASE)
 
 
-def loss_attack(losses: Floats) -> float:
+def compute_loss_attack(losses: Floats) -> float:
     """Return the mean negative log-likelihood of the tokens [tokens] (Yeom et al., arXiv 1709.01604)."""
     return float(losses.mean())
 
 
-def zlib_attack(losses: Floats, text: str) -> float:
+def compute_zlib_attack(losses: Floats, text: str) -> float:
     """Return the mean loss by the zlib-compressed size of the text in bytes (Carlini et al., arXiv 2012.07805)."""
     return float(losses.mean()) / len(zlib.compress(text.encode("utf-8")))
 
 
-def reference_attack(losses: Floats, others: Floats) -> float:
+def compute_reference_attack(losses: Floats, others: Floats) -> float:
     """Return the mean loss minus that of a model that has not seen the text (Carlini et al., arXiv 2012.07805)."""
     return float(losses.mean() - others.mean())
 
 
-def min_k_attack(losses: Floats, share: float = LOWEST) -> float:
+def compute_min_k_attack(losses: Floats, share: float = LOWEST) -> float:
     """Return the mean loss of the least likely ``share`` of the tokens (Shi et al., arXiv 2310.16789)."""
     return float(np.sort(losses)[::-1][: max(1, int(len(losses) * share))].mean())
 
 
-def min_k_plus_plus_attack(standardized: Floats, share: float = LOWEST) -> float:
+def compute_min_k_plus_plus_attack(standardized: Floats, share: float = LOWEST) -> float:
     """Return Min-K of log-likelihoods standardized over the vocabulary (arXiv 2404.02936)."""
-    return min_k_attack(-standardized, share)
+    return compute_min_k_attack(-standardized, share)
 
 
-def auc(members: Floats, others: Floats) -> float:
+def compute_auc(members: Floats, others: Floats) -> float:
     """Return the probability that a member's score is below another's, counting ties half (Mann and Whitney)."""
     from scipy.stats import rankdata
 
@@ -108,10 +108,10 @@ def fluency(answer: str) -> float:
     after Zhang et al., arXiv 1809.05972): low if it repeats itself, 0 if it has none.
     """
     words = answer.split()
-    return (2 / 3 * _entropy(words, 2) + 4 / 3 * _entropy(words, 3)) / 2
+    return (2 / 3 * _compute_entropy(words, 2) + 4 / 3 * _compute_entropy(words, 3)) / 2
 
 
-def _entropy(words: Sequence[str], length: int) -> float:
+def _compute_entropy(words: Sequence[str], length: int) -> float:
     counts = Counter(tuple(words[i : i + length]) for i in range(len(words) - length + 1))
     total = sum(counts.values())
     return -sum(count / total * math.log2(count / total) for count in counts.values())
@@ -130,7 +130,7 @@ def _is_word(text: str) -> bool:
 # likelihoods are averaged as log-likelihoods per token, so that the truth ratio uses geometric means.
 
 
-def truth_ratios(right: Floats, wrong: Sequence[Floats]) -> Floats:
+def compute_truth_ratios(right: Floats, wrong: Sequence[Floats]) -> Floats:
     """Return P(wrong | question) / P(right | question) of every item, each P normalized by length.
 
     Args:
@@ -141,19 +141,19 @@ def truth_ratios(right: Floats, wrong: Sequence[Floats]) -> Floats:
         return np.exp(right - np.array([each.mean() for each in wrong]))
 
 
-def forget_truth_ratio(ratios: Floats) -> float:
+def compute_forget_truth_ratio(ratios: Floats) -> float:
     """Return the mean of min(R, 1/R): 1 if right and wrong are equally likely, the best value for the forget set."""
     with np.errstate(divide="ignore"):
         return float(np.minimum(ratios, 1 / ratios).mean())
 
 
-def utility_truth_ratio(ratios: Floats) -> float:
+def compute_utility_truth_ratio(ratios: Floats) -> float:
     """Return the mean of max(0, 1 - R): 1 if wrong answers have no probability, best for retained knowledge."""
     return float(np.maximum(0, 1 - ratios).mean())
 
 
-def option_probabilities(right: Floats, wrong: Sequence[Floats]) -> Floats:
-    """Return P(right) / (P(right) + sum of P(wrong)) of every item; arguments as for ``truth_ratios``."""
+def compute_option_probabilities(right: Floats, wrong: Sequence[Floats]) -> Floats:
+    """Return P(right) / (P(right) + sum of P(wrong)) of every item; arguments as for ``compute_truth_ratios``."""
     with np.errstate(over="ignore"):
         # Both divided by P(right), because the probabilities may underflow.
         odds = [np.exp(own - each).sum() for own, each in zip(right, wrong, strict=True)]

@@ -39,15 +39,15 @@ from pydantic import (
 from trainwright.data.sources.reading import read_rows
 from trainwright.data.sources.row_files import Row
 from trainwright.errors import RequestError
-from trainwright.inference.evaluation.report import number_text, write_text
-from trainwright.recipe.loading import checked, dump_recipe, read_merged
-from trainwright.recipe.problems import expected_and_found, origin_of
+from trainwright.inference.evaluation.report import format_number, write_text
+from trainwright.recipe.loading import check_tree, dump_recipe, read_merged
+from trainwright.recipe.problems import describe_mismatch, find_origin
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.fields import Count, Section, Text
-from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, dotted
+from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, format_key_path
 from trainwright.tasks.unlearn.benchmarks import TOFU_SPLITS, Benchmark, find_benchmark, is_missing_here
 from trainwright.tasks.unlearn.evaluation.report import METRICS_FILE
-from trainwright.utils.drawing import new_figure
+from trainwright.utils.drawing import build_figure
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -58,21 +58,21 @@ _TASK = "unlearn"  # and its section
 _KNOWN = ("real_authors", "world_facts")
 
 
-def _not_reserved(name: str) -> str:
+def _check_not_reserved(name: str) -> str:
     if name in (FULL, RETAIN):
         raise ValueError(f"{name} is the name of another model of a study")
     return name
 
 
-def _several(value: object) -> object:
+def _wrap_in_list(value: object) -> object:
     return value if isinstance(value, list) else [value]
 
 
-def _none_as_empty(value: object) -> object:
+def _replace_none(value: object) -> object:
     return {} if value is None else value
 
 
-ModelName = Annotated[str, StringConstraints(pattern=r"^[\w-]+$"), AfterValidator(_not_reserved)]
+ModelName = Annotated[str, StringConstraints(pattern=r"^[\w-]+$"), AfterValidator(_check_not_reserved)]
 
 
 # Sources of rows to forget, or a number of equal parts of the benchmark's.
@@ -91,10 +91,10 @@ class StudyEvaluation(Section):
 class Study(Section):
     """The content of a study's file."""
 
-    benchmark: Annotated[list[Text], Field(min_length=1), BeforeValidator(_several)] = Field(
+    benchmark: Annotated[list[Text], Field(min_length=1), BeforeValidator(_wrap_in_list)] = Field(
         description="A benchmark, as for eval --benchmark; of a list, the first whose directory exists."
     )
-    subset: Annotated[dict[Text, Count], BeforeValidator(_none_as_empty)] = Field(
+    subset: Annotated[dict[Text, Count], BeforeValidator(_replace_none)] = Field(
         {}, description="Number of first rows to use, by set; other sets are used in full. null: all sets in full."
     )
     known: list[Text] = Field(
@@ -187,9 +187,9 @@ class StudyFile:
         for path, origin in self.tree.origins.items():
             if path[:2] == ("splits", name) and path[2:]:
                 tree.origins[path[2:]] = origin
-        return StudyFile(_validated(tree, self.file), tree, self.file)
+        return StudyFile(_parse_study(tree, self.file), tree, self.file)
 
-    def finetuning(self, source: str, everything: str) -> str:
+    def build_finetuning_recipe(self, source: str, everything: str) -> str:
         """Return the recipe that fine-tunes a model on ``source``, in YAML. ``everything``: the texts for a new
         tokenizer.
 
@@ -207,7 +207,7 @@ class StudyFile:
             )
         return dump_recipe(recipe)
 
-    def unlearning(self, name: str, start: Path, rows: Mapping[str, str]) -> str:
+    def build_unlearning_recipe(self, name: str, start: Path, rows: Mapping[str, str]) -> str:
         """Return the recipe of the objective called ``name``, in YAML.
 
         Args:
@@ -241,7 +241,7 @@ class StudyFile:
                 before = tree.values.get(section)
                 tree.values[section] = before | keys if isinstance(before, dict) and isinstance(keys, dict) else keys
             self._note(tree, path, ())
-        return checked(tree, self.file).recipe
+        return check_tree(tree, self.file).recipe
 
     def _note(self, tree: Tree, source: tuple[str, ...], to: tuple[str, ...]) -> None:
         """Make messages about the value at ``source`` of the study name its line there."""
@@ -251,7 +251,7 @@ class StudyFile:
 
     def origin(self, *path: str) -> Origin:
         """Return where a key was written."""
-        return origin_of(path, self.tree, self.file)
+        return find_origin(path, self.tree, self.file)
 
 
 def load_study(path: Path, overrides: Sequence[str] = ()) -> StudyFile:
@@ -261,12 +261,12 @@ def load_study(path: Path, overrides: Sequence[str] = ()) -> StudyFile:
         RequestError: the problems, one per line, with file and line.
     """
     tree, file = read_merged(path, overrides), Origin(str(path))
-    study = StudyFile(_validated(tree, file), tree, file)
+    study = StudyFile(_parse_study(tree, file), tree, file)
     study.splits()
     return study
 
 
-def _validated(tree: Tree, file: Origin) -> Study:
+def _parse_study(tree: Tree, file: Origin) -> Study:
     problems = [str(problem) for problem in tree.problems]
     study = None
     try:
@@ -274,7 +274,7 @@ def _validated(tree: Tree, file: Origin) -> Study:
     except ValidationError as error:
         by_path: dict[KeyPath, list[ErrorDetails]] = {}
         for item in error.errors(include_url=False):
-            path = item["loc"] if item["type"] == "missing" else _written_path(item["loc"], tree.values)
+            path = item["loc"] if item["type"] == "missing" else _find_written_path(item["loc"], tree.values)
             by_path.setdefault(path, []).append(item)
         problems += [_describe_problem(path, items, tree, file) for path, items in by_path.items()]
     if problems or study is None:
@@ -282,7 +282,7 @@ def _validated(tree: Tree, file: Origin) -> Study:
     return study
 
 
-def _written_path(loc: KeyPath, value: Any) -> KeyPath:
+def _find_written_path(loc: KeyPath, value: Any) -> KeyPath:
     """Return the path in the file of a pydantic error, without the types of unions that pydantic adds."""
     path: KeyPath = ()
     for part in loc:
@@ -302,8 +302,8 @@ def _describe_problem(path: KeyPath, items: Sequence[ErrorDetails], tree: Tree, 
     elif kind == "value_error":
         what = items[0]["msg"].removeprefix("Value error, ")
     else:
-        what = expected_and_found(*items, key=dotted(path))
-    return ": ".join(filter(None, (str(origin_of(path, tree, file)), dotted(path), what)))
+        what = describe_mismatch(*items, key=format_key_path(path))
+    return ": ".join(filter(None, (str(find_origin(path, tree, file)), format_key_path(path), what)))
 
 
 _REQUEST = "request-{}.jsonl"
@@ -331,27 +331,29 @@ def write_rows(study: Study, benchmark: Benchmark, directory: Path) -> Benchmark
     if kind == "tofu":
         _write_tofu(study, benchmark, part, scratch)
     else:
-        forget, retain = (_rows(benchmark.training[name], None) for name in ("forget", "retain"))
+        forget, retain = (_read_benchmark_rows(benchmark.training[name], None) for name in ("forget", "retain"))
         _write(scratch / "full.jsonl", [*retain, *forget])
     if isinstance(count := study.requests, int):
-        forget = _rows(str(scratch / f"{part}.jsonl") if kind == "tofu" else benchmark.training["forget"], None)
+        forget = _read_benchmark_rows(
+            str(scratch / f"{part}.jsonl") if kind == "tofu" else benchmark.training["forget"], None
+        )
         if count > len(forget):
             raise RequestError(f"{count:,} requests need as many rows to forget, but there are {len(forget):,}")
         ends = [len(forget) * number // count for number in range(count + 1)]
         for number, (begin, end) in enumerate(pairwise(ends), 1):
             _write(scratch / _REQUEST.format(number), forget[begin if study.sequential else 0 : end])
     scratch.rename(directory)
-    return rows_of(benchmark, directory)
+    return load_rows(benchmark, directory)
 
 
-def requests_of(study: Study, directory: Path) -> list[str]:
+def list_requests(study: Study, directory: Path) -> list[str]:
     """Return the sources of the rows to forget, one for each request; those of numbered parts from ``directory``."""
     if isinstance(count := study.requests, int):
         return [str(directory / _REQUEST.format(number)) for number in range(1, count + 1)]
     return count or []
 
 
-def rows_of(benchmark: Benchmark, directory: Path) -> Benchmark:
+def load_rows(benchmark: Benchmark, directory: Path) -> Benchmark:
     """Return the benchmark that ``write_rows`` has written."""
     kind, _, part = benchmark.name.partition("@")[0].partition(":")
     if kind == "tofu":
@@ -360,17 +362,19 @@ def rows_of(benchmark: Benchmark, directory: Path) -> Benchmark:
 
 
 def _write_tofu(study: Study, benchmark: Benchmark, part: str, directory: Path) -> None:
-    rows_of_sets = {name: _rows(each.source, study.subset.get(name)) for name, each in benchmark.sets.items()}
+    rows_of_sets = {
+        name: _read_benchmark_rows(each.source, study.subset.get(name)) for name, each in benchmark.sets.items()
+    }
     for name, rows in rows_of_sets.items():
         stem = part if name == "forget" else part.replace("forget", "holdout") if name == "holdout" else name
         _write(directory / f"{stem}{'_perturbed' if name in _PERTURBED else ''}.jsonl", rows)
-    forget = _rows(benchmark.training["forget"], study.subset.get("forget"))
-    retained = _rows(benchmark.training["retain"], study.subset.get("retain"))
+    forget = _read_benchmark_rows(benchmark.training["forget"], study.subset.get("forget"))
+    retained = _read_benchmark_rows(benchmark.training["retain"], study.subset.get("retain"))
     trained = {"forget": forget, "retain": retained}
     for name, size in study.subset.items():
         if size > (available := max(len(rows_of_sets[name]), len(trained.get(name, ())))):
             raise RequestError(f"subset.{name}: {size:,} rows requested, but the set has {available:,}; lower it")
-    retain = [*retained, *(_plain(row) for name in study.known for row in rows_of_sets[name])]
+    retain = [*retained, *(_select_question_answer(row) for name in study.known for row in rows_of_sets[name])]
     _write(directory / f"{part}.jsonl", forget)
     _write(directory / f"{TOFU_SPLITS[part]}.jsonl", retain)
     _write(directory / "full.jsonl", [*retain, *forget])
@@ -378,11 +382,11 @@ def _write_tofu(study: Study, benchmark: Benchmark, part: str, directory: Path) 
         shutil.copyfile(benchmark.training["idk"], directory / "idk.jsonl")
 
 
-def _plain(row: Row) -> Row:
+def _select_question_answer(row: Row) -> Row:
     return {"question": row["question"], "answer": row["answer"]}
 
 
-def _rows(source: str, limit: int | None) -> list[Row]:
+def _read_benchmark_rows(source: str, limit: int | None) -> list[Row]:
     try:
         rows = read_rows(source, limit, "benchmark")
     except RequestError as error:
@@ -459,20 +463,22 @@ class Results:
             (metric, of) for metrics in self.models.values() for metric, values in metrics.items() for of in values
         )
         listed = {metric for metric, _, _ in _COLUMNS}
-        others = ((metric, of, _title(metric, of)) for metric, of in measured if metric not in listed)
+        others = ((metric, of, _format_title(metric, of)) for metric, of in measured if metric not in listed)
         return [*(column for column in _COLUMNS if column[:2] in measured), *others]
 
     @property
     def rows(self) -> list[list[str]]:
         """Return the table without its head."""
-        return [[name, *(_cell(self.value(name, *column[:2])) for column in self.columns)] for name in self.models]
+        return [
+            [name, *(_format_cell(self.value(name, *column[:2])) for column in self.columns)] for name in self.models
+        ]
 
     @property
     def about(self) -> str:
         """Return a description of the rows used."""
         return ", ".join(f"{name} {count}" for name, count in self.subset.items())
 
-    def markdown(self) -> str:
+    def to_markdown(self) -> str:
         """Return the table."""
         head = ["model", *(title for _, _, title in self.columns)]
         lines = [head, ["---"] * len(head), *self.rows]
@@ -485,19 +491,19 @@ class Results:
 
     def write(self, directory: Path) -> list[str]:
         """Write the table and all metrics to ``directory``; return the names of the files."""
-        files = {"results.json": json.dumps(self.as_json(), indent=2) + "\n", "results.md": self.markdown()}
+        files = {"results.json": json.dumps(self.as_json(), indent=2) + "\n", "results.md": self.to_markdown()}
         for name, text in files.items():
             write_text(directory / name, text)
         return list(files)
 
 
-def _title(metric: str, of: str) -> str:
+def _format_title(metric: str, of: str) -> str:
     words = metric.replace("_", " ")
     return words if of == "forget" else f"{words}, {of.replace('_', ' ')}"
 
 
-def _cell(value: float | None) -> str:
-    return "" if value is None else number_text(value)
+def _format_cell(value: float | None) -> str:
+    return "" if value is None else format_number(value)
 
 
 @dataclass(frozen=True)
@@ -541,12 +547,12 @@ def draw(splits: Sequence[Results], directory: Path) -> str | None:
         MachineError: matplotlib is not installed.
     """
     for plot in _PLOTS:
-        panels = [(results, points) for results in splits if (points := _points(plot, results))]
+        panels = [(results, points) for results in splits if (points := _list_points(plot, results))]
         if panels:
             break
     else:
         return None
-    figure = new_figure(3.5 + 4.5 * len(panels), 4.5, "the plot of a study")
+    figure = build_figure(3.5 + 4.5 * len(panels), 4.5, "the plot of a study")
     names = dict.fromkeys(name.partition(".")[0] for _, points in panels for name in points)
     colors = {name: _GREY if name in (FULL, RETAIN) else f"C{number}" for number, name in enumerate(names)}
     for axes, (results, points) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
@@ -578,7 +584,7 @@ def _draw_panel(
     axes.grid(alpha=0.3)
 
 
-def _points(plot: _Plot, results: Results) -> dict[str, tuple[float, float]]:
+def _list_points(plot: _Plot, results: Results) -> dict[str, tuple[float, float]]:
     """Return the coordinates (kept, forgotten) of every model that has both; empty if no unlearned one has."""
     points = {}
     for name in results.models:
