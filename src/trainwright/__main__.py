@@ -29,12 +29,12 @@ def main() -> None:
 
             command()
     except Interrupted:
-        unchanged = (
+        outcome = (
             "the existing run was not changed"
             if any(word.startswith("--resume") for word in sys.argv)
             else "nothing was kept"
         )
-        say(f"stopped before the first step; {unchanged}; run the same command again", file=sys.stderr)
+        say(f"stopped before the first step; {outcome}; run the same command again", file=sys.stderr)
         sys.exit(EXIT_STOPPED)
     except KeyboardInterrupt:
         sys.exit(_report_interruption())

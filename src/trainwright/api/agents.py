@@ -126,8 +126,8 @@ class Collected:
             yield "no episode ended: algorithm_distillation.source.steps is shorter than an episode"
             return
         last = len(self.returns) - 1
-        shown = sorted({round(index * last / 7) for index in range(8)})
-        by_episode = ", ".join(f"{self.returns[episode]:.2f} in episode {episode + 1}" for episode in shown)
+        episodes = sorted({round(index * last / 7) for index in range(8)})
+        by_episode = ", ".join(f"{self.returns[episode]:.2f} in episode {episode + 1}" for episode in episodes)
         yield f"mean return: {by_episode}" + (f"; at best {self.optimum:.2f}" if self.optimum is not None else "")
         if self.chart is not None:
             yield f"plot written to {self.chart}"
@@ -180,8 +180,8 @@ def collect_and_show(
     if section is None:
         name = recipe if isinstance(recipe, Path) else "the recipe"
         raise RequestError(f"{name}: collect needs a recipe with task: algorithm_distillation")
-    if ignored := [word for word in overrides if not word.startswith(("algorithm_distillation.", "task="))]:
-        key = ignored[0].partition("=")[0]
+    if ignored_overrides := [word for word in overrides if not word.startswith(("algorithm_distillation.", "task="))]:
+        key = ignored_overrides[0].partition("=")[0]
         seed = "; for other histories set algorithm_distillation.source.seed" if key.endswith("seed") else ""
         raise RequestError(
             f"{key}: has no effect on what is collected, which the section algorithm_distillation describes{seed}; "
@@ -196,8 +196,8 @@ def collect_and_show(
     _announce(section, collection, processes)
     began = time.monotonic()
     try:
-        with _raise_interrupts(), _GroupProgress() as shown:
-            is_new = collect(collection, processes, shown)
+        with _raise_interrupts(), _GroupProgress() as progress:
+            is_new = collect(collection, processes, progress)
     except KeyboardInterrupt:
         raise Stopped("stopped; finished tasks are kept: run the same command again to continue") from None
     return _summarize_collection(collection, time.monotonic() - began if is_new else None, chart)

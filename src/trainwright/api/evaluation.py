@@ -59,7 +59,9 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """Return the value of every metric by name; for agents and benchmarks see `details`."""
         metrics = self.details.get("metrics", {})
-        return {name: each["value"] for name, each in metrics.items() if isinstance(each, dict) and "value" in each}
+        return {
+            name: metric["value"] for name, metric in metrics.items() if isinstance(metric, dict) and "value" in metric
+        }
 
     @property
     def samples(self) -> list[dict[str, Any]]:
@@ -255,7 +257,7 @@ def _check_options(options: MeasureRequest, machine: Machine) -> EvaluationReque
         check_source(options.data, "--data", options.format == "documents")
     shared = {field.name for field in fields(EvaluationRequest)}
     values = {name: value for name, value in asdict(options).items() if name in shared and value is not None}
-    checked = {
+    checked_values = {
         "metrics": names,
         "explicit": options.metrics is not None,
         "dtype": separate_process.choose_dtype(options.dtype, machine),
@@ -263,7 +265,7 @@ def _check_options(options: MeasureRequest, machine: Machine) -> EvaluationReque
         "task_directory": options.lm_eval_include,
         "on_benchmark": on_benchmark,
     }
-    return EvaluationRequest(**{**values, **checked})
+    return EvaluationRequest(**{**values, **checked_values})
 
 
 def _prepare(request: EvaluationRequest, machine: Machine, processes: int, work: Path) -> None:
@@ -299,11 +301,11 @@ def _select_benchmark_metrics(options: MeasureRequest) -> tuple[str, ...]:
     """Return the metrics by name; empty: those that lack nothing. Raises RequestError."""
     from trainwright.tasks.unlearn.evaluation.registry import METRICS
 
-    others: dict[str, object] = {"data": options.data, "against": options.against, "lm-eval": options.lm_eval}
-    others |= {"answer-pattern": options.answer_pattern, "json-schema": options.json_schema}
-    others |= {"quick": options.quick or None, "full": options.full or None}
-    if used := next((option for option, value in others.items() if value is not None), None):
-        raise RequestError(f"--{used}: is for rows of data, and --metrics or --benchmark ask for a benchmark's")
+    row_options: dict[str, object] = {"data": options.data, "against": options.against, "lm-eval": options.lm_eval}
+    row_options |= {"answer-pattern": options.answer_pattern, "json-schema": options.json_schema}
+    row_options |= {"quick": options.quick or None, "full": options.full or None}
+    if row_option := next((option for option, value in row_options.items() if value is not None), None):
+        raise RequestError(f"--{row_option}: is for rows of data, and --metrics or --benchmark ask for a benchmark's")
     names = () if options.metrics is None else _split(options.metrics)
     if unknown := [name for name in names if name not in METRICS]:
         raise RequestError(f"--metrics: unknown unlearning metric {unknown[0]!r}; choose from {', '.join(METRICS)}")
@@ -322,10 +324,10 @@ def _select_metrics(metric_names: str | None, answer_pattern: str | None, json_s
     names = _split(metric_names) if metric_names is not None else USUAL
     if metric_names is None:
         names += tuple(name for name, (_, value) in settings.items() if value is not None)
-    supported = (*LIKELIHOODS, *METRICS.names())
-    if unknown := [name for name in names if name not in supported and METRICS.find(name) is None]:
+    choices = (*LIKELIHOODS, *METRICS.names())
+    if unknown := [name for name in names if name not in choices and METRICS.find(name) is None]:
         raise RequestError(
-            f"--metrics: unknown metric {unknown[0]!r}; choose from {', '.join(supported)}, and those of --benchmark"
+            f"--metrics: unknown metric {unknown[0]!r}; choose from {', '.join(choices)}, and those of --benchmark"
         )
     for name, (option, value) in settings.items():
         if name in names and value is None:
@@ -356,8 +358,10 @@ def _refuse_idle(options_by_name: Mapping[str, object], names: Sequence[str]) ->
         (all(name in LIKELIHOODS for name in names), of_answers, "because no metric in --metrics uses answers"),
     ]
     for applies, options, why in idle:
-        if applies and (used := next((name for name in options if options_by_name[name] not in (None, False)), None)):
-            raise RequestError(f"{used}: has no effect {why}")
+        if applies and (
+            idle_option := next((name for name in options if options_by_name[name] not in (None, False)), None)
+        ):
+            raise RequestError(f"{idle_option}: has no effect {why}")
 
 
 def _check_format(layout: str) -> None:

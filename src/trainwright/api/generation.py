@@ -100,9 +100,9 @@ def generate(
         return [separate_process.run_in_process(answer, request, prompts, progress=progress, trust_code=trust_code)]
     if prompts is None:
         return separate_process.run_in_process(answer_file, request, progress=progress, trust_code=trust_code)
-    if not (listed := list(prompts)):
+    if not (prompt_list := list(prompts)):
         raise RequestError("generate: prompts has none; pass at least one")
-    return separate_process.run_in_process(_answer_list, request, listed, progress=progress, trust_code=trust_code)
+    return separate_process.run_in_process(_answer_list, request, prompt_list, progress=progress, trust_code=trust_code)
 
 
 @dataclass(frozen=True)
@@ -151,16 +151,16 @@ def answer(request: GenerationRequest, prompt: str | None = None) -> str:
         dtype = DTYPES[separate_process.choose_dtype(request.dtype, machine)]
         model = find_model(request.model, request.adapter, request.checkpoint)
         check_fits(model, dtype, machine, 1)
-        loaded = load(model, dtype, torch.device(machine.device))
-    plain = _is_plain(request, loaded.chat)
-    session = ChatSession(loaded, request.sampling(), _say, plain=plain, system=request.system)
+        loaded_model = load(model, dtype, torch.device(machine.device))
+    plain = _is_plain(request, loaded_model.chat)
+    session = ChatSession(loaded_model, request.sampling(), _say, plain=plain, system=request.system)
     if prompt is not None:
         text = session.answer(prompt if plain else [{"role": "user", "content": prompt}]).text
         _say("\n")
         return text if plain else text.strip()
     if sys.stdin.isatty():
-        what = "it continues what you type" if plain else HELP
-        say(f"{model.origin}: {what}", file=sys.stderr)
+        hint = "it continues what you type" if plain else HELP
+        say(f"{model.origin}: {hint}", file=sys.stderr)
     chat(session, read_lines("> "), _say)
     return ""
 
@@ -189,7 +189,7 @@ def answer_file(request: GenerationRequest) -> list[str]:
 
 def _answer_list(request: GenerationRequest, prompts: Sequence[str | Sequence[Mapping[str, Any]]]) -> list[str]:
     """Answer prompts by writing them to a file first."""
-    rows = [{"prompt": each} if isinstance(each, str) else {"messages": list(each)} for each in prompts]
+    rows = [{"prompt": prompt} if isinstance(prompt, str) else {"messages": list(prompt)} for prompt in prompts]
     with tempfile.TemporaryDirectory(prefix="trainwright-prompts-") as scratch:
         file = Path(scratch, "prompts.jsonl")
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -203,8 +203,8 @@ def _check_request(request: GenerationRequest) -> Machine:
 
     refuse_worker("generate")
     _check(request.file, request.out, request.num_processes, request.batch_size)
-    drawn = request.top_p < 1 or request.top_k is not None or request.seed is not None
-    if request.temperature == 0 and drawn:
+    has_sampling_options = request.top_p < 1 or request.top_k is not None or request.seed is not None
+    if request.temperature == 0 and has_sampling_options:
         raise RequestError(
             "--top-p, --top-k and --seed: have no effect at temperature 0; set --temperature, for instance to 0.7"
         )
@@ -280,13 +280,13 @@ def _answer(request: GenerationRequest, work: Path, world: World) -> None:
     from trainwright.inference.loading import DTYPES, load
 
     about = json.loads((work / "questions.json").read_text(encoding="utf-8"))
-    loaded = load(UnloadedModel.open(work / "found.json"), DTYPES[request.dtype], world.device)
-    stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=not about["plain"])
+    loaded_model = load(UnloadedModel.open(work / "found.json"), DTYPES[request.dtype], world.device)
+    stop = stop_of(loaded_model.lm.model, loaded_model.tokenizer, chat=not about["plain"])
     progress = separate_process.show_progress(world, "answers", len(about["prompts"]))
-    with loaded.lm.open_for_generation() as model:
+    with loaded_model.lm.open_for_generation() as model:
         answers = answer_all(
             model,
-            loaded.tokenizer,
+            loaded_model.tokenizer,
             about["prompts"],
             AnswerSettings(request.sampling(), stop, request.batch_size),
             world,

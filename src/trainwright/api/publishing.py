@@ -147,20 +147,20 @@ def _write_model(source: UnloadedModel, out: Path, dtype: str | None) -> None:
         merge(source.section, source.seed, out, parse_dtype(dtype))
         return
     check_finished(source)
-    loaded = load(source, torch.float32, torch.device("cpu"))
-    model, tokenizer = loaded.lm.model, loaded.tokenizer
+    loaded_model = load(source, torch.float32, torch.device("cpu"))
+    model, tokenizer = loaded_model.lm.model, loaded_model.tokenizer
     config: PretrainedConfig = model.config
     generation: GenerationConfig | None = model.generation_config
     if source.run is not None and _is_trained_on_chats(source.run):
         install_template(tokenizer)
         tokenizer, config, generation = end_texts_at_turns(tokenizer, config, generation)
     ids = probe(config.get_text_config().vocab_size).input_ids
-    with loaded.lm.open_for_generation() as plain:
-        expected = compute_logits(plain, ids)
+    with loaded_model.lm.open_for_generation() as plain:
+        expected_logits = compute_logits(plain, ids)
 
     def check(directory: Path, checksums: Mapping[str, int]) -> None:
-        if (unchecked := check_saved(directory, checksums, ids, expected)) is not None:
-            say(unchecked, file=sys.stderr)
+        if (notice := check_saved(directory, checksums, ids, expected_logits)) is not None:
+            say(notice, file=sys.stderr)
 
     dtype_out = parse_dtype(dtype) or choose_dtype_to_save(source.section)
     save_model(out, config, model.state_dict(), tokenizer, generation, dtype_out, check=check)
@@ -349,8 +349,8 @@ def merge_here(model: str, out: str, adapter: str | None, dtype: str | None) -> 
         source = find_model(model, adapter)
         check_finished(source)
         _refuse_full(source)
-        written = expand_user_path(out)
-        return Merged(written, *work_in(source.section, source.seed, written, parse_dtype(dtype)))
+        directory = expand_user_path(out)
+        return Merged(directory, *work_in(source.section, source.seed, directory, parse_dtype(dtype)))
 
 
 def check_finished(source: UnloadedModel) -> None:

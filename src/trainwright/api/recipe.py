@@ -230,9 +230,9 @@ def _check_tokens(recipe: schema.RecipeSchema) -> None:
     embeddings = load_config(recipe.model, tokenizer).get_text_config().vocab_size
     if len(tokenizer) <= embeddings:
         return
-    for checked in check_sources(recipe, look_up_reader(recipe), tokenizer, embeddings, only_files=True):
-        if checked.problems:
-            raise RequestError(checked.problems[0])
+    for source_check in check_sources(recipe, look_up_reader(recipe), tokenizer, embeddings, only_files=True):
+        if source_check.problems:
+            raise RequestError(source_check.problems[0])
 
 
 def _is_read_directly(model: ModelSection) -> bool:

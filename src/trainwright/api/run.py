@@ -69,8 +69,8 @@ class Run:
     @property
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the last evaluation during training; empty if there was none."""
-        measured = self.events("evaluate")
-        return dict(measured[-1]["metrics"]) if measured else {}
+        evaluations = self.events("evaluate")
+        return dict(evaluations[-1]["metrics"]) if evaluations else {}
 
     @property
     def checkpoints(self) -> dict[int, Path]:

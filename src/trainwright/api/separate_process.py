@@ -75,10 +75,19 @@ def run_in_process(function: Callable[..., T], *arguments: Any, progress: bool =
         trust_code: whether the code that recipes name as ``module:Name`` is imported.
     """
     with tempfile.TemporaryDirectory(prefix="trainwright-call-") as scratch:
-        call, answered = Path(scratch, "call"), Path(scratch, "answer")
+        call, answer_file = Path(scratch, "call"), Path(scratch, "answer")
         call.write_bytes(pickle.dumps((function, arguments, trust_code)))
-        command = [sys.executable, "-P", "-c", _CODE, json.dumps(sys.path), str(call), str(answered), str(os.getpid())]
-        with pass_on_signals() as (programs, requested):
+        command = [
+            sys.executable,
+            "-P",
+            "-c",
+            _CODE,
+            json.dumps(sys.path),
+            str(call),
+            str(answer_file),
+            str(os.getpid()),
+        ]
+        with pass_on_signals() as (programs, signal_numbers):
             process = _start_process(command, progress)
             programs.append(process)
             for line in process.stdout or ():
@@ -86,14 +95,14 @@ def run_in_process(function: Callable[..., T], *arguments: Any, progress: bool =
                 sys.stdout.flush()
             code = process.wait()
         outcome: tuple[Any, BaseException | None] = (None, None)
-        if answered.exists():
-            outcome = pickle.loads(answered.read_bytes())
+        if answer_file.exists():
+            outcome = pickle.loads(answer_file.read_bytes())
         result, error = outcome
         if error is not None:
             raise error from None
-        if requested:  # it ended without an answer, by the signal or before it arrived
-            signal.raise_signal(requested[0])
-        if not answered.exists():
+        if signal_numbers:  # it ended without an answer, by the signal or before it arrived
+            signal.raise_signal(signal_numbers[0])
+        if not answer_file.exists():
             raise TrainingError(f"the process of {function.__name__} ended with exit code {code} and no message")
         return result
 

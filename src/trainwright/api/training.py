@@ -189,10 +189,10 @@ class PreparedTraining:
 def prepare_shown(options: TrainingRequest) -> PreparedTraining:
     """Return ``prepare(options)``, with what it does and its notes on standard error."""
     with Activity(sys.stderr):
-        prepared = prepare(options)
-    for line in prepared.notes:
+        prepared_training = prepare(options)
+    for line in prepared_training.notes:
         say(f"note: {line}", file=sys.stderr)
-    return prepared
+    return prepared_training
 
 
 def prepare(options: TrainingRequest) -> PreparedTraining:
@@ -225,12 +225,12 @@ def prepare(options: TrainingRequest) -> PreparedTraining:
         check_request(request, creates=not node_rank)
         machine = restrict_to_device(detect(), request.recipe.parallel.device)
         begin_activity("planning")
-        resolved = resolve_request(request, machine, count)
+        resolution = resolve_request(request, machine, count)
     except TrainwrightError:
         request.discard_fetched()
         raise
-    notes = () if node_rank else _list_notes(options, nodes, resolved)
-    return PreparedTraining(request, resolved, machine, notes, met)
+    notes = () if node_rank else _list_notes(options, nodes, resolution)
+    return PreparedTraining(request, resolution, machine, notes, met)
 
 
 def _train(options: TrainingRequest) -> Path:
@@ -264,10 +264,10 @@ def _join(request: TrainingRequest, number: int, launcher: int) -> Path:
     """Join in a separate process on every rank; it ends with the run, independently of the script's process."""
     from trainwright.run.joined import run_joined
 
-    failed: list[tuple[int, str]] = []
+    failures: list[tuple[int, str]] = []
 
     def report(code: int, message: str) -> None:
-        failed.append((code, message))
+        failures.append((code, message))
         answer(None, build_error(code, message))  # at once: a failed rank does not return from training
 
     try:
@@ -275,13 +275,13 @@ def _join(request: TrainingRequest, number: int, launcher: int) -> Path:
             code, run = run_joined(request, report, number=number, launcher=launcher)
     except Interrupted:
         raise Stopped("stopped before the first step; nothing was changed") from None
-    if failed:
-        raise build_error(*failed[0])
+    if failures:
+        raise build_error(*failures[0])
     assert run is not None, "a run that cannot start has failed"
     if code == EXIT_STOPPED:
-        stopped = Stopped(f"{describe_stop(run)}; continue with --resume {quote_word(run)}")
-        stopped.run = run
-        raise stopped
+        stop_error = Stopped(f"{describe_stop(run)}; continue with --resume {quote_word(run)}")
+        stop_error.run = run
+        raise stop_error
     if code != EXIT_FINISHED:
         raise build_error(code, f"the run ended with exit code {code}; its logs are in {run / 'logs'}")
     return run.absolute()

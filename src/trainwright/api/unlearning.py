@@ -63,16 +63,16 @@ def unlearn_study(study: str | PathLike[str], *overrides: str, progress: bool = 
     from trainwright.tasks.unlearn.evaluation.study_file import load_study
 
     refuse_worker("unlearn-study")
-    loaded = load_study(Path(study), overrides)
+    loaded_study = load_study(Path(study), overrides)
     require("matplotlib", "the plot of a study")
     require("scipy", "forget_quality")
     require("rouge_score", "rouge_l")
-    results_by_split = {name: _StudySteps(split, progress).walk() for name, split in loaded.splits().items()}
-    if not loaded.study.splits:
+    results_by_split = {name: _StudySteps(split, progress).walk() for name, split in loaded_study.splits().items()}
+    if not loaded_study.study.splits:
         return results_by_split[""]
     from trainwright.tasks.unlearn.evaluation.study_file import Results, draw
 
-    directory, results = expand_user_path(loaded.study.directory).resolve(), Results.joined(results_by_split)
+    directory, results = expand_user_path(loaded_study.study.directory).resolve(), Results.joined(results_by_split)
     results.write(directory)
     draw(list(results_by_split.values()), directory)
     return results
@@ -114,10 +114,10 @@ class _StudySteps:
         from trainwright.tasks.unlearn.evaluation.study_file import load_rows, write_rows
 
         study, directory = self._study.study, self._directory / "benchmark"
-        chosen = study.model_dump(include={"benchmark", "subset", "known"})
+        settings = study.model_dump(include={"benchmark", "subset", "known"})
         if study.requests is not None:
-            chosen |= study.model_dump(include={"sequential", "growing"}, exclude_none=True)
-        self._ask("benchmark", str(chosen), done=directory.exists())
+            settings |= study.model_dump(include={"sequential", "growing"}, exclude_none=True)
+        self._ask("benchmark", str(settings), done=directory.exists())
         benchmark = self._study.benchmark
         return load_rows(benchmark, directory) if directory.exists() else write_rows(study, benchmark, directory)
 
@@ -145,8 +145,8 @@ class _StudySteps:
         from trainwright.tasks.unlearn.stream import refuse_overlap
 
         study, training = self._study, benchmark.training
-        finetuned = [name for name, model in self._list_given_models().items() if model is None]
-        texts = {name: study.build_finetuning_recipe(training[name], training["full"]) for name in finetuned}
+        finetuned_names = [name for name, model in self._list_given_models().items() if model is None]
+        texts = {name: study.build_finetuning_recipe(training[name], training["full"]) for name in finetuned_names}
         rows = {name: training[name] for name in ("forget", "retain", "holdout", "idk") if name in training}
         runs = self._directory / _RUNS
         full = Path(self._list_given_models()[FULL] or runs / FULL / "final")
@@ -161,7 +161,7 @@ class _StudySteps:
                     start = runs / f"{name}.{number}" / "final"
         files = {name: self._ask(f"{name}.yaml", text, done=(runs / name).exists()) for name, text in texts.items()}
         for name in texts:
-            if name not in finetuned and not (runs / name).exists():
+            if name not in finetuned_names and not (runs / name).exists():
                 refuse_overlap(select_data(load_recipe(files[name])))
         return files
 
@@ -214,10 +214,10 @@ class _StudySteps:
             say(f"{evaluation}\n\n{evaluation.directory}/")
 
     def _processes(self) -> dict[str, int]:
-        written = self._study.study.parallel.get("num_processes", "auto")
+        num_processes = self._study.study.parallel.get("num_processes", "auto")
         machine = detect()
         limit = len(machine.gpus) or machine.cpu_cores
-        return {"num_processes": min(written, limit)} if isinstance(written, int) else {}
+        return {"num_processes": min(num_processes, limit)} if isinstance(num_processes, int) else {}
 
     def _ask(self, name: str, text: str, *, done: bool) -> Path:
         """Record the request of a part; raise if the part exists and its request was different."""
@@ -253,9 +253,11 @@ def _find_references(metrics: Sequence[str], log: Path, model: Path | str) -> di
     """Return the references to the retain-only model, if a metric needs them."""
     from trainwright.tasks.unlearn.evaluation.registry import METRICS
 
-    taken = {METRICS[name].option for name in metrics}
+    metric_options = {METRICS[name].option for name in metrics}
     options = {"reference_log": log, "reference_model": model}
-    return {name: str(where) for name, where in options.items() if f"--{name.replace('_', '-')}" in taken}
+    return {
+        name: str(reference) for name, reference in options.items() if f"--{name.replace('_', '-')}" in metric_options
+    }
 
 
 FIELD = "alternate"
@@ -322,19 +324,19 @@ def alternates(
 
     check_argument("count", Count, count)
     source = extract_source(recipe)
-    loaded = load_recipe(source, overrides)
-    data = select_data(loaded)
-    if data.forget is None or loaded.model.name is None:
+    loaded_recipe = load_recipe(source, overrides)
+    data = select_data(loaded_recipe)
+    if data.forget is None or loaded_recipe.model.name is None:
         raise RequestError(f"{source}: alternates need a recipe with data.forget and the model.name that writes them")
     rows = list(_iterate_rows(data.forget, data.limit, data.format))
     file = expand_user_path(out)
     file.parent.mkdir(parents=True, exist_ok=True)
-    written = _read_written(file, [row for row, _ in rows], count)
-    for start in range(len(written), len(rows), _PART):
+    written_rows = _read_written(file, [row for row, _ in rows], count)
+    for start in range(len(written_rows), len(rows), _PART):
         part = rows[start : start + _PART]
         prompts = [[{"role": "user", "content": prompt}] for _, prompt in part for _ in range(count)]
         texts = generate(
-            loaded.model.name,
+            loaded_recipe.model.name,
             prompts,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -345,10 +347,10 @@ def alternates(
         )
         answers = [_NEXT_QUESTION.split(text)[0].strip() for text in texts]
         for at, (row, _) in enumerate(part):
-            written.append({**row, FIELD: answers[at * count : (at + 1) * count]})
-        write_file(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in written))
+            written_rows.append({**row, FIELD: answers[at * count : (at + 1) * count]})
+        write_file(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in written_rows))
         if progress:
-            say(f"{file}: {len(written):,} of {format_plural(len(rows), 'row')}")
+            say(f"{file}: {len(written_rows):,} of {format_plural(len(rows), 'row')}")
     return file
 
 
@@ -380,15 +382,17 @@ def _read_written(file: Path, rows: list[dict[str, Any]], count: int) -> list[di
     if not file.exists():
         return []
     try:
-        written: list[dict[str, Any]] = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        written_rows: list[dict[str, Any]] = [
+            json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()
+        ]
         same = all(
             {**row, FIELD: None} == {**mine, FIELD: None} and len(row[FIELD]) == count
-            for row, mine in zip(written, rows, strict=False)
-        ) and len(written) <= len(rows)
+            for row, mine in zip(written_rows, rows, strict=False)
+        ) and len(written_rows) <= len(rows)
     except (ValueError, KeyError, TypeError):
         same = False
     if not same:
         raise RequestError(
             f"--out: {file} has other rows, or another number of alternates; choose another file, or remove it"
         )
-    return written
+    return written_rows

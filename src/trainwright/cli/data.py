@@ -79,12 +79,12 @@ def show(
         from trainwright.tasks.language_model import prepare_data, stream_of  # with torch, which takes seconds
 
         tokenizer = load_tokenizer(recipe.model)
-        prepared = prepare_data(recipe, tokenizer, find_cache_root())
-        train = prepared.train.first if isinstance(prepared.train, StreamedDataset) else prepared.train
+        prepared_data = prepare_data(recipe, tokenizer, find_cache_root())
+        train = prepared_data.train.first if isinstance(prepared_data.train, StreamedDataset) else prepared_data.train
         stream = stream_of(recipe, train, len(train), training=True, shuffle=recipe.data.streaming is None)
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=not sys.stdout.isatty())
     _show_examples(console, tokenizer, stream, count)
-    for line in prepared.summary:
+    for line in prepared_data.summary:
         say(line)
     _show_lengths(recipe, stream)
 
@@ -114,8 +114,8 @@ def check(
             recipe = _load_recipe(source, overrides or [], model, max_length)
             kind = ANY if model is not None else look_up_reader(recipe)
             tokenizer = load_tokenizer(recipe.model)
-            checked = check_sources(recipe, kind, tokenizer, count_embeddings(recipe.model, tokenizer))
-        _report(checked, recipe.data.max_length)
+            checks = check_sources(recipe, kind, tokenizer, count_embeddings(recipe.model, tokenizer))
+        _report(checks, recipe.data.max_length)
         return
     if overrides or max_length is not None:
         raise RequestError("without --model, only the layout of a file is checked; pass --model to count tokens")
@@ -255,8 +255,8 @@ def _show_examples(console: Any, tokenizer: Any, stream: Stream[TokenDataset], c
 
     colored, dataset = console.is_terminal and not console.no_color, stream.dataset
     stages = list_first_examples(stream, count)
-    numbered = [(stage, *each) for stage, some in enumerate(stages, start=1) for each in enumerate(some, start=1)]
-    for stage, number, example in numbered:
+    examples = [(stage, *pair) for stage, some in enumerate(stages, start=1) for pair in enumerate(some, start=1)]
+    for stage, number, example in examples:
         name = f"example {number}" if stream.staged is None else f"stage {stage}, example {number}"
         sequences = dataset.sequences(example)
         for sequence in sequences:
@@ -266,8 +266,8 @@ def _show_examples(console: Any, tokenizer: Any, stream: Stream[TokenDataset], c
             console.rule(f"{name}{role}: {tokens}, {targets:,} of them targets", align="left")
             text = Text()
             for piece, target in decode_pieces(tokenizer, dataset, sequence):
-                shown = escape_controls(piece) if colored or not target else f"⟦{escape_controls(piece)}⟧"
-                text.append(shown, style=_TARGET if target else "")
+                piece_text = escape_controls(piece) if colored or not target else f"⟦{escape_controls(piece)}⟧"
+                text.append(piece_text, style=_TARGET if target else "")
             console.print(text)
     if count:
         console.rule()
@@ -291,39 +291,37 @@ def _show_lengths(recipe: RecipeSchema, stream: Stream[TokenDataset]) -> None:
         "stages": stream.settings.stages,
     }
     pack = data.pack_length or data.max_length * dataset.sequences_per_example
-    packed = fill(dataset, **batch_settings, rows=None, pack_length=pack, unit=train.batch_unit)
+    packing = fill(dataset, **batch_settings, rows=None, pack_length=pack, unit=train.batch_unit)
     say()
     if data.pack_length is None:
         rows = train.micro_batch_size if isinstance(train.micro_batch_size, int) else None
-        padded = fill(dataset, **batch_settings, rows=rows, pack_length=None)
+        padding = fill(dataset, **batch_settings, rows=rows, pack_length=None)
         together = f"{format_plural(rows or train.global_batch_size, 'example')}, padded to the longest"
-        say(f"rows of {together}: {padded.fill:.1%} of the positions are tokens")
+        say(f"rows of {together}: {padding.fill:.1%} of the positions are tokens")
     batch = format_plural(train.global_batch_size, train.batch_unit.removesuffix("s"))
     how = "packs" if data.pack_length is not None else f"with data.pack_length {pack}: packs"
-    say(
-        f"{how} of {format_plural(pack, 'token')}: a batch of {batch} is {packed.rows:.1f} of them, {packed.fill:.1%} "
-        "full"
-    )
+    rows_of_batch = f"a batch of {batch} is {packing.rows:.1f} of them, {packing.fill:.1%} full"
+    say(f"{how} of {format_plural(pack, 'token')}: {rows_of_batch}")
 
 
 def _report(checks: list[Checked], max_length: int | None) -> None:
-    for checked in checks:
-        for line in checked.lines(max_length):
+    for source_check in checks:
+        for line in source_check.lines(max_length):
             say(line)
-    wrong = sum(checked.wrong for checked in checks)
-    problems = [problem for checked in checks for problem in checked.problems]
+    wrong = sum(source_check.wrong for source_check in checks)
+    problems = [problem for source_check in checks for problem in source_check.problems]
     if wrong:
         more = f"\nand {wrong - len(problems):,} more" if wrong > len(problems) else ""
         raise RequestError(f"{wrong:,} row{'s are' if wrong != 1 else ' is'} invalid:\n" + "\n".join(problems) + more)
-    if not any(checked.examples for checked in checks):
+    if not any(source_check.examples for source_check in checks):
         raise RequestError("no row has a token to train on")
     say("ok")
 
 
 def _format_columns_not_kept(source: SourceCounts) -> str:
-    filled = source.not_kept.most_common()
+    counts = source.not_kept.most_common()
     return ", ".join(
-        name if count == source.rows else f"{name} ({format_plural(count, 'row')})" for name, count in filled
+        name if count == source.rows else f"{name} ({format_plural(count, 'row')})" for name, count in counts
     )
 
 
@@ -354,8 +352,8 @@ def _show_statistics(statistics: Statistics, out: Path) -> None:
             say(f"    {problem}")
         for why, count in source.left_out.items():
             say(f"  {format_plural(count, 'row')} left out: {why}")
-        for what, count in source.remarks.items():
-            say(f"  {format_clause(count, 'row', what)}")
+        for remark, count in source.remarks.items():
+            say(f"  {format_clause(count, 'row', remark)}")
     table = Table("file", "rows", "turns", "mean characters", "longest", "roles", box=None, pad_edge=False)
     for name, side in statistics.sides.items():
         roles = ", ".join(f"{count:,} {escape_controls(role)}" for role, count in side.roles.most_common())
@@ -403,15 +401,15 @@ def tokenize(
     from trainwright.recipe.sections.data import SourceSection
     from trainwright.recipe.sections.model import ModelSection
 
-    chosen = load_tokenizer(ModelSection(config={"model_type": "gpt"}, tokenizer=tokenizer))
+    loaded_tokenizer = load_tokenizer(ModelSection(config={"model_type": "gpt"}, tokenizer=tokenizer))
     kind = "documents" if documents else "auto"
     sections = [(SourceSection(source=source, format=kind, limit=limit), "data tokenize") for source in sources]
-    started = time.monotonic()
+    started_at = time.monotonic()
     try:
         with _report_write_errors(out), _show_progress() as report:
             about = write(
                 sections,
-                chosen,
+                loaded_tokenizer,
                 out,
                 identity=build_identity(sections),
                 processes=processes or detect().cpu_cores,
@@ -420,7 +418,7 @@ def tokenize(
             )
     except KeyboardInterrupt:
         raise Stopped(f"stopped; run the same command again to continue {out}") from None
-    seconds = time.monotonic() - started
+    seconds = time.monotonic() - started_at
     shards = format_plural(len(about["shards"]), "shard")
     say(
         f"{out}: {format_plural(about['tokens'], 'token')} ({about['dtype']}) of "

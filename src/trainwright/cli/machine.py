@@ -151,10 +151,10 @@ def _describe_calibration(machine: Machine) -> str:
     calibration = load_calibration(locate_calibration(machine))
     if calibration is None:
         return "none: `trainwright machine calibrate` measures the rates for plans in under a minute"
-    changed = calibration.explain_outdated(machine)
-    if changed:
+    changes = calibration.explain_outdated(machine)
+    if changes:
         return (
-            f"of {calibration.measured}, out of date ({', '.join(changed)}): run `trainwright machine calibrate` again"
+            f"of {calibration.measured}, out of date ({', '.join(changes)}): run `trainwright machine calibrate` again"
         )
     errors = summarize_errors(calibration.errors("product/"))
     text = f"of {calibration.measured}; held-out matrix products are predicted within {errors}"

@@ -39,8 +39,8 @@ def show(recipe: RecipeFile, overrides: Overrides = None, trust_code: TrustCode 
     """Print the complete recipe, merged from includes, overrides and defaults, and where each value comes from."""
     from trainwright.recipe.loading import dump_recipe, load_with_origins
 
-    loaded = load_with_origins(recipe, overrides or [])
-    say(dump_recipe(loaded.recipe, loaded.origins), end="")
+    loaded_recipe = load_with_origins(recipe, overrides or [])
+    say(dump_recipe(loaded_recipe.recipe, loaded_recipe.origins), end="")
 
 
 @app.command()

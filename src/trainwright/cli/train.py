@@ -190,14 +190,14 @@ def train(
         if code := HOST_LAUNCHERS.get("ssh")(request, hosts, hostfile):
             raise typer.Exit(code)
         return
-    prepared = prepare_shown(request)
+    prepared_training = prepare_shown(request)
     if not dry_run:
-        prepared.start()
+        prepared_training.start()
         return
-    prepared.request.discard_fetched()
-    _show(prepared.resolved)
+    prepared_training.request.discard_fetched()
+    _show(prepared_training.resolved)
     if not force:
-        prepared.resolved.plan.refuse_shortage()
+        prepared_training.resolved.plan.refuse_shortage()
 
 
 def _build_fork(fork: str, recipe: Path | None, overrides: list[str]) -> tuple[Path, list[str]]:

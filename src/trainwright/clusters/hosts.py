@@ -62,7 +62,7 @@ def parse_hosts(text: str, origin: str = "--hosts") -> list[Host]:
     hosts: list[Host] = []
     for part in split_nodes(text):
         name, slots = _split(part, origin)
-        hosts += [_build_host(each, slots, origin) for each in _expand_hosts(name, origin)]
+        hosts += [_build_host(host_name, slots, origin) for host_name in _expand_hosts(name, origin)]
     return _check_hosts(hosts, origin)
 
 
@@ -92,10 +92,10 @@ def sum_processes(hosts: list[Host]) -> int | None:
     """Return the number of processes of all hosts, None if it is not written. Raises RequestError."""
     slots = {host.slots for host in hosts}
     if len(slots) > 1:
-        written = ", ".join(f"{host.name}: {host.slots or 'not written'}" for host in hosts[:4])
-        raise RequestError(f"hosts: every host needs the same number of slots ({written}); a run is divided evenly")
-    each = slots.pop()
-    return None if each is None else each * len(hosts)
+        slots_text = ", ".join(f"{host.name}: {host.slots or 'not written'}" for host in hosts[:4])
+        raise RequestError(f"hosts: every host needs the same number of slots ({slots_text}); a run is divided evenly")
+    slots_per_host = slots.pop()
+    return None if slots_per_host is None else slots_per_host * len(hosts)
 
 
 def _expand_hosts(text: str, origin: str) -> list[str]:
@@ -194,12 +194,12 @@ def ask(hosts: Sequence[Host], prepared: str) -> list[HostAnswer]:
         MachineError: one cannot be reached, lacks the directory or Trainwright, or has another time.
     """
     answers = collect_answers(hosts, prepared, hosts[0].address if len(hosts) > 1 else "")
-    problems = [each for each in answers if isinstance(each, TrainwrightError)]
+    problems = [answer for answer in answers if isinstance(answer, TrainwrightError)]
     if problems:
-        raise type(problems[0])("\n".join(str(each) for each in problems[:8]))
-    answered = [each for each in answers if isinstance(each, HostAnswer)]
-    check_clocks(hosts, [each.ahead for each in answered])
-    return answered
+        raise type(problems[0])("\n".join(str(answer) for answer in problems[:8]))
+    host_answers = [answer for answer in answers if isinstance(answer, HostAnswer)]
+    check_clocks(hosts, [answer.ahead for answer in host_answers])
+    return host_answers
 
 
 def collect_answers(hosts: Sequence[Host], prepared: str, meeting: str = "") -> list[HostAnswer | TrainwrightError]:
@@ -448,59 +448,59 @@ class _Group:
 
     def wait(self) -> HostsResult:
         """Wait for all; what is left long after one has failed is ended."""
-        failed: float | None = None
+        failed_at: float | None = None
         sent, patience = False, _ENDS_AFTER_FIRST if self._may_lose else _ENDS_BY_ITSELF
-        while None in (codes := [each.process.poll() for each in self._remotes]):
+        while None in (codes := [remote.process.poll() for remote in self._remotes]):
             now = time.monotonic()
             if self._may_lose and codes[0] is None:
                 self._replace(now)
-            elif failed is None and (self._may_lose or any(codes)):
-                failed = now
-            if failed is not None and now - failed > patience and not sent:
+            elif failed_at is None and (self._may_lose or any(codes)):
+                failed_at = now
+            if failed_at is not None and now - failed_at > patience and not sent:
                 self._send("TERM")
                 sent = True
-            if failed is not None and now - failed > patience + _ENDS_AFTER_SIGNAL:
+            if failed_at is not None and now - failed_at > patience + _ENDS_AFTER_SIGNAL:
                 break
             time.sleep(0.05)
         return self._ended()
 
     def _replace(self, now: float) -> None:
         """Start the commands of hosts that were lost once more, now and then."""
-        for i, each in enumerate(self._remotes):
-            if i == 0 or each.lost is None or self._signalled:
+        for i, remote in enumerate(self._remotes):
+            if i == 0 or remote.lost is None or self._signalled:
                 continue
             if i not in self._missing:
-                say(f"{each.host.name}: {each.lost}; it is tried again while the others go on", file=sys.stderr)
+                say(f"{remote.host.name}: {remote.lost}; it is tried again while the others go on", file=sys.stderr)
             if now >= self._missing.setdefault(i, now + _AGAIN_SECONDS):
                 self._missing[i] = now + _AGAIN_SECONDS
-                self._remotes[i] = each.start_again()
+                self._remotes[i] = remote.start_again()
                 self._begin(i)
 
     def _ended(self) -> HostsResult:
         first = self._remotes[0]
         lost = {}
-        for each in self._remotes:
-            how = "it did not end after the others" if each.process.poll() is None else each.lost
+        for remote in self._remotes:
+            how = "it did not end after the others" if remote.process.poll() is None else remote.lost
             if how is not None:
-                lost[each.host] = how
+                lost[remote.host] = how
         stopped = self._signalled != 0
         if self._may_lose and first.host not in lost:
             return HostsResult(first.process.returncode, lost, stopped)
         for host, how in lost.items():
             say(f"{host.name}: {how}", file=sys.stderr)
-        codes = [each.process.returncode for each in self._remotes if each.host not in lost]
+        codes = [remote.process.returncode for remote in self._remotes if remote.host not in lost]
         if stopped and lost and codes and {*codes} <= {0, EXIT_STOPPED}:
             return HostsResult(EXIT_STOPPED, lost, stopped)
         return HostsResult(choose_exit_code([*codes, *(EXIT_FAULT for _ in lost)]), lost, stopped)
 
     def end(self) -> None:
         """End all connections."""
-        for each in self._remotes:
-            each.hang_up()
+        for remote in self._remotes:
+            remote.hang_up()
 
     def _send(self, name: str) -> None:
-        for each in self._remotes:
-            each.send(name)
+        for remote in self._remotes:
+            remote.send(name)
 
 
 def choose_exit_code(codes: Sequence[int]) -> int:
@@ -545,14 +545,14 @@ class HostRestarts:
             raise FaultError(decision.message)
         for _ in range(_RESTART_TRIES):
             answers = dict(zip(hosts, collect_answers(hosts, format_exports()), strict=True))
-            there = [host for host, answer in answers.items() if isinstance(answer, HostAnswer)]
-            if len(there) == len(hosts) or (there and self._may_lose):
+            reachable_hosts = [host for host, answer in answers.items() if isinstance(answer, HostAnswer)]
+            if len(reachable_hosts) == len(hosts) or (reachable_hosts and self._may_lose):
                 say(decision.line(), file=sys.stderr)
                 with suppress(OSError):
                     append_event(self._run / "events.jsonl", decision)
-                first = answers[there[0]]
+                first = answers[reachable_hosts[0]]
                 assert isinstance(first, HostAnswer), "it is there"
-                return [*there, *(host for host in hosts if host not in there)], first.port
+                return [*reachable_hosts, *(host for host in hosts if host not in reachable_hosts)], first.port
             time.sleep(_RESTART_TRY_SECONDS)
         missing = "; ".join(str(answer) for answer in answers.values() if not isinstance(answer, HostAnswer))
         raise FaultError(

@@ -75,16 +75,16 @@ def build_job(
     """
     if name is not None:
         check_name(name)
-    plain = load_recipe(recipe, [each for each in overrides if ELEMENT not in each])
+    plain = load_recipe(recipe, [override for override in overrides if ELEMENT not in override])
     settings = resolve_settings(plain, options, to)
-    if settings.array is None and len(overrides) != sum(ELEMENT not in each for each in overrides):
+    if settings.array is None and len(overrides) != sum(ELEMENT not in override for override in overrides):
         raise RequestError(f"{ELEMENT} in an override is the index in an array; pass --array, such as --array 0-9")
     directory_key = plain.logging.run_directory
     _check_directory(
         directory_key, load_recipe(recipe, _fill_first_element(overrides, settings.array)).logging.run_directory, name
     )
     run = run_directory.choose_own_directory(directory_key, name or run_directory.choose_stem(recipe)).absolute()
-    remaining = tuple(each for each in overrides if not each.startswith(_DIRECTORY))
+    remaining = tuple(override for override in overrides if not override.startswith(_DIRECTORY))
     job = Job(run, recipe.absolute(), remaining, settings)
     if settings.array is None:
         run_directory.check_not_started(run)
@@ -127,7 +127,7 @@ def _fill_first_element(overrides: Sequence[str], array: str | None) -> list[str
     if array is None:
         return list(overrides)
     first = re.split(r"[-,%:]", array, maxsplit=1)[0]
-    return [each.replace(ELEMENT, first) for each in overrides]
+    return [override.replace(ELEMENT, first) for override in overrides]
 
 
 # What decides how a run computes and where it finds its files, by name: a list of what to leave out would let through
@@ -236,9 +236,9 @@ class ClusterSettings(JobSection):
         if match is not None:
             node = f"{self.gpus_per_node}x{match[1]}"
             return resolve_machine(f"{nodes}x{node}" if nodes > 1 else node)
-        described, calibration, measurement = resolve_machine(self.machine)
-        gpus = None if described.device == "cpu" else self.gpus_per_node
-        return repeat_node(described, nodes, gpus or described.devices_per_node), calibration, measurement
+        machine, calibration, measurement = resolve_machine(self.machine)
+        gpus = None if machine.device == "cpu" else self.gpus_per_node
+        return repeat_node(machine, nodes, gpus or machine.devices_per_node), calibration, measurement
 
 
 def locate_clusters_file() -> Path:
@@ -275,10 +275,10 @@ def resolve_settings(recipe: RecipeSchema, options: Mapping[str, Any], to: str |
         location = _format_option(key) if key in options_set else f"launch.{key}"
         raise RequestError(f"{location}: is for {_format_schedulers(key)}, and {why}; remove it")
     if (settings.jobs or 1) > 1 and (settings.until_done or settings.array):
-        other = (
+        conflict = (
             "--until-done, with which one job is requeued" if settings.until_done else "--array, whose runs are many"
         )
-        raise RequestError(f"--jobs: several jobs of one run are not for {other}; leave one of the two out")
+        raise RequestError(f"--jobs: several jobs of one run are not for {conflict}; leave one of the two out")
     if settings.machine is None:
         return settings
     gpus = _count_gpus(settings.machine)
@@ -330,14 +330,16 @@ def _read_cluster(name: str) -> ClusterSettings:
     except ValidationError as error:
         raise RequestError("\n".join(_describe_problems(error, lambda key: f"{file}: {name}.{key}"))) from None
     for key in _list_unused(cluster):
-        users = " or ".join(f"`scheduler: {each}`" for each in _USED_BY[key])
+        users = " or ".join(f"`scheduler: {scheduler}`" for scheduler in _USED_BY[key])
         raise RequestError(f"{file}: {name}.{key} is for {users}; remove it, or set the scheduler")
     return cluster
 
 
 def _describe_problems(error: ValidationError, location: Any) -> list[str]:
     details = error.errors(include_url=False)
-    return [f"{location('.'.join(map(str, each['loc'])))}: expected {_describe_expected(each)}" for each in details]
+    return [
+        f"{location('.'.join(map(str, detail['loc'])))}: expected {_describe_expected(detail)}" for detail in details
+    ]
 
 
 def _describe_expected(detail: Any) -> str:

@@ -147,20 +147,20 @@ def _run_training(words: Sequence[str]) -> int:
 
     If this process is killed, the run stops after a checkpoint.
     """
-    received: list[int] = []  # before there is a process
+    pending_signals: list[int] = []  # before there is a process
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         if child is None:
-            received.append(number)
+            pending_signals.append(number)
         elif child.poll() is None:
             child.send_signal(number)
 
     child: subprocess.Popen[bytes] | None = None
-    for each in STOP_SIGNALS:
-        signal.signal(each, pass_on)
+    for stop_signal in STOP_SIGNALS:
+        signal.signal(stop_signal, pass_on)
     command = [sys.executable, "-P", "-m", "trainwright", "train", *words]
     child = start_program(command, env={**remove_process_variables(os.environ), STARTS_AGAIN: "1"})
-    for number in received:
+    for number in pending_signals:
         child.send_signal(number)
     code = child.wait()
     return code if code >= 0 else 128 - code

@@ -162,10 +162,10 @@ def _check(job: Job) -> None:
     mount = Path(str(settings.mount))
     if not mount.is_absolute():
         raise RequestError(f"mount: {settings.mount!r} is not an absolute path")
-    here = ("the working directory", Path.cwd())
-    for what, path in (here, ("the recipe", job.recipe), ("logging.run_directory", job.run)):
+    labeled_path = ("the working directory", Path.cwd())
+    for label, path in (labeled_path, ("the recipe", job.recipe), ("logging.run_directory", job.run)):
         if not path.is_relative_to(mount):
-            raise RequestError(f"{what}: {path} is not in {mount}, where the pods have the shared volume")
+            raise RequestError(f"{label}: {path} is not in {mount}, where the pods have the shared volume")
 
 
 def _format_name(job: Job) -> str:

@@ -57,11 +57,11 @@ def train_on_hosts(training: TrainingRequest, hosts: str | None, hostfile: Path 
     request = build_request(
         training.recipe, list(training.overrides), training.resume
     )  # a wrong recipe is told once, and here
-    written, slots = request.recipe.parallel.num_processes, sum_processes(host_list)
-    may_lose = isinstance(written, ProcessRange) and training.num_processes is None
-    if isinstance(written, ProcessRange) and may_lose and slots not in (None, written.max):
+    processes, slots = request.recipe.parallel.num_processes, sum_processes(host_list)
+    may_lose = isinstance(processes, ProcessRange) and training.num_processes is None
+    if isinstance(processes, ProcessRange) and may_lose and slots not in (None, processes.max):
         raise RequestError(
-            f"parallel.num_processes: {written} processes, but the hosts have {slots} slots; set max to {slots}, or "
+            f"parallel.num_processes: {processes} processes, but the hosts have {slots} slots; set max to {slots}, or "
             "remove the slots"
         )
     count = None if may_lose else training.num_processes or slots
@@ -79,29 +79,29 @@ def train_on_hosts(training: TrainingRequest, hosts: str | None, hostfile: Path 
     ignore_closed_output()
     restarts, port, started_at = None, answers[0].port, time.time()
     while True:
-        ended = run_on(
+        result = run_on(
             host_list,
             [[*common, *_build_node_options(host_list, i, port)] for i in range(len(host_list))],
             logs,
             may_lose=may_lose,
         )
-        stopped = ended.stopped or stop_was_requested(run, within=measure_process_age())
-        if ended.code != EXIT_FAULT or stopped or not ended.lost or (may_lose and host_list[0] not in ended.lost):
+        stopped = result.stopped or stop_was_requested(run, within=measure_process_age())
+        if result.code != EXIT_FAULT or stopped or not result.lost or (may_lose and host_list[0] not in result.lost):
             break
         from trainwright.clusters.hosts import HostRestarts  # imports torch
 
         restarts = restarts or HostRestarts(run, request.recipe.faults.restarts, may_lose, started_at)
         try:
-            host_list, port = restarts.decide(host_list, ended.lost)
+            host_list, port = restarts.decide(host_list, result.lost)
         except Interrupted:
             raise Stopped(f"stopped while no host trained; continue with --resume {quote_word(run)}") from None
         if stop_was_requested(run, within=measure_process_age()):  # meanwhile
             break
         if may_lose and training.rendezvous_timeout is None:
             common = [*common, f"--rendezvous-timeout={_RENDEZVOUS_SECONDS}"]
-    if ended.code == EXIT_REQUEST and request.run is None:
+    if result.code == EXIT_REQUEST and request.run is None:
         run_directory.discard_unstarted(run, keep=request.in_place)
-    return ended.code
+    return result.code
 
 
 def launch_on_hosts(
@@ -159,10 +159,10 @@ def _read_hosts(
     if hosts is not None and hostfile is not None:
         raise RequestError("--hosts and --hostfile: pass only one of them")
     host_list = parse_hosts(hosts) if hosts is not None else read_hostfile(Path(hostfile or ""))
-    first, others = host_list[0], [each for each in host_list if not is_loopback(each.address)]
-    if is_loopback(first.address) and others:
+    first, remotes = host_list[0], [host for host in host_list if not is_loopback(host.address)]
+    if is_loopback(first.address) and remotes:
         raise RequestError(
-            f"hosts: {others[0].name} cannot reach the first host as {first.address}, which is each machine itself; "
+            f"hosts: {remotes[0].name} cannot reach the first host as {first.address}, which is each machine itself; "
             "write its name or address in the network"
         )
     return host_list
@@ -175,7 +175,7 @@ def _build_command(training: TrainingRequest, run: Path, *, has_started: bool) -
     key = "logging.run_directory="
     words = ["env", f"{STARTS_AGAIN}=1", sys.executable, "-P", "-m", "trainwright", "train"]
     words += [str(training.recipe)] if training.recipe is not None else []
-    words += [each for each in training.overrides if not each.startswith(key)]
+    words += [override for override in training.overrides if not override.startswith(key)]
     words += [f"--resume={run}"] if has_started else ["--resume=auto", format_directory_override(run)]
     options = {
         "--rendezvous-timeout": training.rendezvous_timeout,
@@ -247,18 +247,20 @@ def jobs(*runs: str | Path) -> list[RunState]:
     """
     from trainwright.api.run import Run
 
-    queued = {
+    queued_jobs = {
         job.run: job for job in sorted(_list_queued_jobs(), key=_compute_order, reverse=True)
     }  # of several the first in order
-    all_directories = [Run(run).directory for run in runs] if runs else [*_list_runs(), *queued]
+    all_directories = [Run(run).directory for run in runs] if runs else [*_list_runs(), *queued_jobs]
     directories = {directory.absolute(): directory for directory in reversed(all_directories)}
-    return [_build_state(shown, queued.get(directory)) for directory, shown in sorted(directories.items())]
+    return [
+        _build_state(shown_path, queued_jobs.get(directory)) for directory, shown_path in sorted(directories.items())
+    ]
 
 
 def format_jobs(states: Sequence[RunState], width: int | None = None) -> Iterator[str]:
     """Yield the lines of ``trainwright jobs``, see `text.format_table`."""
     head = ["RUN", "JOB", "STATE", "STEP", "GOODPUT", "EXPECTED END"]
-    yield from text.format_table([head, *(each.columns() for each in states)], width)
+    yield from text.format_table([head, *(state.columns() for state in states)], width)
 
 
 def _compute_order(job: QueuedJob) -> tuple[bool, int]:

@@ -44,7 +44,9 @@ def main() -> None:
     code = EXIT_FAULT
     for attempt in range(_MOST_ATTEMPTS):
         codes = _train_once(options, attempt)
-        code = next((each for each in codes if each not in (EXIT_FINISHED, EXIT_FAULT, EXIT_STOPPED)), max(codes))
+        code = next(
+            (exit_code for exit_code in codes if exit_code not in (EXIT_FINISHED, EXIT_FAULT, EXIT_STOPPED)), max(codes)
+        )
         say(f"attempt {attempt + 1}: exit codes {', '.join(map(str, codes))}", file=sys.stderr)
         if code not in (EXIT_FAULT, EXIT_STOPPED):
             break

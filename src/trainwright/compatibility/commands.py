@@ -73,9 +73,9 @@ def launch(
     if hosts is not None or hostfile is not None:
         words = [*(["--cpu"] if cpu else []), *([f"--config-file={config_file}"] if config_file else [])]
         words += [f"--{key.replace('_', '-')}={value}" for key, value in settings.items()]
-        own = (script, module, tuple(arguments or ()))
+        script_command = (script, module, tuple(arguments or ()))
         raise typer.Exit(
-            HOST_LAUNCHERS.get("ssh script")(own, words, num_processes, logs, node_options, hosts, hostfile)
+            HOST_LAUNCHERS.get("ssh script")(script_command, words, num_processes, logs, node_options, hosts, hostfile)
         )
     code = launch_script(
         script,
@@ -182,8 +182,8 @@ def _ask_questions(answers: Answers, machine: Machine) -> Answers | None:
     answers = _ask_machines(answers, machine)
     limit = _count_gpus(answers, machine) if answers.device == "gpu" else None
     why = "one for each GPU" if answers.device == "gpu" else "more than two on a CPU gain nothing"
-    each = _ask("processes on this machine", str(answers.processes), _build_count_parser(1, limit), why)
-    answers = replace(answers, processes=each * answers.machines)
+    local_processes = _ask("processes on this machine", str(answers.processes), _build_count_parser(1, limit), why)
+    answers = replace(answers, processes=local_processes * answers.machines)
     if answers.device == "gpu" or answers.processes > 1:
         answers = _ask_distribution(answers)
     compiled = _ask(
@@ -234,8 +234,8 @@ def _ask_distribution(answers: Answers) -> Answers:
     from trainwright.compatibility.accelerate.writing import list_offered_strategies
     from trainwright.recipe.strategy_spec import look_up_strategy
 
-    explained = "; ".join(f"{name}: {spec.summary}" for name, spec in list_offered_strategies().items())
-    answers = replace(answers, strategy=_ask("strategy", answers.strategy, _parse_strategy, explained))
+    explanation = "; ".join(f"{name}: {spec.summary}" for name, spec in list_offered_strategies().items())
+    answers = replace(answers, strategy=_ask("strategy", answers.strategy, _parse_strategy, explanation))
     spec = look_up_strategy(answers.strategy)
     if "deepspeed_config" in spec.keys:
         file = _ask(

@@ -249,8 +249,8 @@ def _run(script: str, module: bool, arguments: tuple[str, ...], plan: ScriptPlan
 
         entry = functools.partial(run_script, Script(script, module, arguments))
         command = json.dumps([script, module, arguments, plan.variables])
-        with LinkedStopping(_NOTICE) as linked:
-            return run_as_node(entry, command, plan.processes, plan.gpus, plan.met, make, linked)
+        with LinkedStopping(_NOTICE) as linked_stopping:
+            return run_as_node(entry, command, plan.processes, plan.gpus, plan.met, make, linked_stopping)
     with Stopping(_NOTICE) as stopping:
         # Imports torch, so it comes after the thread limit and before the workers are forked.
         from trainwright.run.supervisor import launch as launch_workers
@@ -297,12 +297,12 @@ def run_as_node(
     with take_part(nodes):
         logs = nodes.open(lambda: (make(), command), _create_logs)
         launches = NodeLaunches(None, nodes, (processes * met.nodes,), lambda: processes, stopping)
-        if here := launches.first():
-            ended = run_workers(entry, processes=here, logs=logs, stopping=stopping, nodes=nodes)
-            if not isinstance(ended, Failure):
-                return ended
+        if local_processes := launches.first():
+            result = run_workers(entry, processes=local_processes, logs=logs, stopping=stopping, nodes=nodes)
+            if not isinstance(result, Failure):
+                return result
             if launches.leads:
-                raise_failure(ended)
+                raise_failure(result)
             launches.next()
         return launches.code
 
@@ -336,7 +336,7 @@ def run_script(script: Script) -> int:
     exits with a failure.
     """
     _interrupt_on_stop()
-    interrupted: BaseException | None = None
+    interrupt: BaseException | None = None
     with _copy_to_console(), contextlib.ExitStack() as ending:
         ending.callback(_run_exit_functions)
         try:
@@ -346,11 +346,11 @@ def run_script(script: Script) -> int:
         except BaseException as error:
             if not stop_requested():
                 raise _describe_error(error, script) from error.__cause__
-            interrupted = error
-    if interrupted is None:
+            interrupt = error
+    if interrupt is None:
         return EXIT_FINISHED
     # The interrupt, or a collective that the interrupted ranks have left: write it to the log alone.
-    traceback.print_exception(interrupted)
+    traceback.print_exception(interrupt)
     return EXIT_STOPPED
 
 

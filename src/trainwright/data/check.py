@@ -68,18 +68,18 @@ class Checked:
 
     def lines(self, max_length: int | None) -> list[str]:
         """Return the counts as lines of text."""
-        counted = f", {format_plural(self.tokens, 'token')}" if self.tokens else ""
+        token_text = f", {format_plural(self.tokens, 'token')}" if self.tokens else ""
         if self.layout == _CORPUS:
             documents = format_plural(self.examples, "document")
-            return [f"{self.source}: {documents}{counted}", *(f"  {note}" for note in self.notes)]
+            return [f"{self.source}: {documents}{token_text}", *(f"  {note}" for note in self.notes)]
         rows, examples = format_plural(self.rows, "row"), format_plural(self.examples, "example")
-        report = [f"{self.source}: {rows} of {self.layout}: {examples}{counted}"]
+        report = [f"{self.source}: {rows} of {self.layout}: {examples}{token_text}"]
         if self.longer:
             report.append(f"  {format_plural(self.longer, 'row')} longer than {max_length:,} tokens")
         report += [f"  {line}" for line in self.encoding.lines()]
         report += [f"  {note}" for note in self.notes]
         report += [f"  {format_plural(count, 'row')} left out: {why}" for why, count in self.left_out.items()]
-        report += [f"  {format_clause(count, 'row', what)}" for what, count in self.remarks.items()]
+        report += [f"  {format_clause(count, 'row', remark)}" for remark, count in self.remarks.items()]
         return report
 
 
@@ -152,7 +152,7 @@ def check_rows(
     Raises:
         RequestError: the source is missing, or its rows have no known layout.
     """
-    checked = Checked(source)
+    source_check = Checked(source)
     documents = settings.format == "documents"
     rows = iterate_source(source, limit, key, documents)
     first = list(islice(rows, 8))
@@ -160,31 +160,31 @@ def check_rows(
         raise RequestError(f"{key}: {source} has no rows")
     first_rows = [row for _, row in first]
     columns = list_columns(first_rows)
-    checked.layout = kind.layout(columns, first_rows, settings, f"{key}: {source}")
+    source_check.layout = kind.layout(columns, first_rows, settings, f"{key}: {source}")
     encoder = None
     if encoding is not None:
         from trainwright.data.rows.texts import build_encoder  # imports numpy
 
-        encoder = build_encoder(checked.layout, encoding.tokenizer, encoding.targets)
+        encoder = build_encoder(source_check.layout, encoding.tokenizer, encoding.targets)
     try:
-        everything = chain(first, rows)
-        while batch := list(islice(everything, _BATCH)):
+        all_rows = chain(first, rows)
+        while batch := list(islice(all_rows, _BATCH)):
             columns = list(dict.fromkeys(chain(columns, *(row for _, row in batch))))
-            _check_batch(batch, kind, checked, encoder, encoding)
+            _check_batch(batch, kind, source_check, encoder, encoding)
     except RequestError as error:  # an error of the file, not of a row
-        checked.problem(str(error))
-    checked.notes += list_source_notes(source, key, documents)
+        source_check.problem(str(error))
+    source_check.notes += list_source_notes(source, key, documents)
     layout = kind.layout(columns, first_rows, settings, f"{key}: {source}")  # of all rows, as in training
     if layout.read_as:
-        checked.notes.append(f"read: {layout.read_as}")
+        source_check.notes.append(f"read: {layout.read_as}")
     if unused := layout.unused(columns):
-        checked.notes.append(f"{describe_unused_columns(unused)}; data.columns reads a column as a field")
+        source_check.notes.append(f"{describe_unused_columns(unused)}; data.columns reads a column as a field")
     if encoder is not None and encoding is not None:
-        checked.notes += [*encoder.notes, *describe_remedies(encoder.list_remedies(), accepted=encoding.accepted)]
-    if not checked.wrong:  # check the types
+        source_check.notes += [*encoder.notes, *describe_remedies(encoder.list_remedies(), accepted=encoding.accepted)]
+    if not source_check.wrong:  # check the types
         table = read_rows(source, limit, key, documents, functools.partial(kind.build_narrowing, settings))
-        checked.notes += list_media_notes(table, unused)
-    return checked
+        source_check.notes += list_media_notes(table, unused)
+    return source_check
 
 
 def check_corpus(
@@ -202,26 +202,26 @@ def check_corpus(
     from trainwright.data.tokens.shard_writer import build_settings
     from trainwright.data.tokens.token_worker import Encoder
 
-    checked = Checked(source.source, layout=_CORPUS)
+    source_check = Checked(source.source, layout=_CORPUS)
     if is_shards(source.source):
         shards = Shards.open(expand_user_path(source.source), key)
         shards.check_tokenizer(tokenizer, key)
-        checked.examples, checked.tokens = len(shards.ends), shards.token_count
+        source_check.examples, source_check.tokens = len(shards.ends), shards.token_count
         if wrong := check_shard_tokens(shards, tokenizer, embeddings):
-            checked.problem(wrong)
-        return checked
+            source_check.problem(wrong)
+        return source_check
     settings = build_settings(tokenizer)
     encode = Encoder(settings)
     try:
-        for piece in iterate_pieces(source, key, checked.notes):
+        for piece in iterate_pieces(source, key, source_check.notes):
             tokens = np.frombuffer(encode([piece])[0], settings.dtype)
-            checked.tokens += len(tokens)
-            checked.examples += piece.last
+            source_check.tokens += len(tokens)
+            source_check.examples += piece.last
             if wrong := check_token(int(tokens.max(initial=0)), tokenizer, embeddings):
-                checked.problem(f"{piece.location}: {wrong}")
+                source_check.problem(f"{piece.location}: {wrong}")
     except RequestError as error:
-        checked.problem(str(error))
-    return checked
+        source_check.problem(str(error))
+    return source_check
 
 
 def check_shard_tokens(shards: Shards, tokenizer: PreTrainedTokenizerBase, embeddings: int | None) -> str | None:
@@ -247,7 +247,7 @@ def _check_batch(
     encoder: RowEncoder | None,
     check: EncodingCheck | None,
 ) -> None:
-    taken: list[tuple[str, list[Any], int]] = []  # (location, sequences, sequences of an example)
+    entries: list[tuple[str, list[Any], int]] = []  # (location, sequences, sequences of an example)
     for location, row in batch:
         checked.rows += 1
         try:
@@ -259,22 +259,22 @@ def _check_batch(
             checked.problem(f"{location}: {error}")
             continue
         examples = split_by_turn(sequences) if check is not None and check.each_turn else kind.split(sequences)
-        taken.append((location, [text for each in examples for _, text in each], len(examples[0])))
+        entries.append((location, [text for each in examples for _, text in each], len(examples[0])))
     if encoder is None or check is None:
-        checked.examples += len(taken)
+        checked.examples += len(entries)
         return
-    for (location, _, each), (encoded, remarks) in zip(taken, _encode_rows(taken, encoder), strict=True):
-        if isinstance(encoded, RequestError):
-            checked.problem(f"{location}: {encoded}")
+    for (location, _, each), (encoded_row, remarks) in zip(entries, _encode_rows(entries, encoder), strict=True):
+        if isinstance(encoded_row, RequestError):
+            checked.problem(f"{location}: {encoded_row}")
             continue
         checked.encoding.add(remarks, functools.partial(str, location))
-        tokens = [token for ids, _ in encoded for token in ids]
+        tokens = [token for ids, _ in encoded_row for token in ids]
         if wrong := check_token(max(tokens, default=-1), check.tokenizer, check.embeddings):
             checked.problem(f"{location}: {wrong}")
             continue
-        checked.examples += len(encoded) // each
+        checked.examples += len(encoded_row) // each
         checked.tokens += len(tokens)
-        longest = max(len(ids) for ids, _ in encoded)
+        longest = max(len(ids) for ids, _ in encoded_row)
         checked.longer += check.max_length is not None and longest > check.max_length
 
 
@@ -297,8 +297,8 @@ def _encode_rows(
                 yield error, set()
         return
     for _, row, _ in taken:
-        encoded, changes = map(list, zip(*islice(pairs, len(row)), strict=True))
-        yield encoded, set().union(*changes)
+        encoded_row, changes = map(list, zip(*islice(pairs, len(row)), strict=True))
+        yield encoded_row, set().union(*changes)
 
 
 def check_data(recipe: RecipeSchema) -> None:
@@ -328,8 +328,8 @@ def refuse_unused_template(chat_template: str | None, layouts: Collection[str | 
 
 def _check_first_rows(section: SourceSection, key: str, kind: RowReader) -> str | None:
     source, documents = section.source, section.is_documents
-    registered = find_registered_source(source, key)
-    rows = check_source(source, key, documents) if registered is None else [dict(registered.example)]
+    row_source = find_registered_source(source, key)
+    rows = check_source(source, key, documents) if row_source is None else [dict(row_source.example)]
     rows = rows[: section.limit]
     if not rows:
         return None

@@ -91,9 +91,9 @@ def fill(
             stages=stages,
         ),
     )
-    whole = len(stream) - 1 if unit != "examples" or stages is not None else len(dataset) // size
-    steps = max(1, min(whole, _SAMPLED_BATCHES))
-    every = 1 if stages is None else max(1, whole // steps)
+    full_steps = len(stream) - 1 if unit != "examples" or stages is not None else len(dataset) // size
+    steps = max(1, min(full_steps, _SAMPLED_BATCHES))
+    every = 1 if stages is None else max(1, full_steps // steps)
     batches = [stream.global_batch(step * every) for step in range(steps)]
     counts = [sum(len(micro.rows) for micro in batch.micro_batches) for batch in batches]
     if pack_length is not None:

@@ -65,14 +65,14 @@ def calibrate(
         measuring = Measuring(machine.device, _build_cases, Effort(), stopping, say)
         measurements = measuring.run(settings, begin + seconds, begin + limit)
     for name in ("starting", *measurements[0]["parts"]):
-        parts[name] = sum(one["parts"].get(name, 0.0) for one in measurements)
+        parts[name] = sum(measurement["parts"].get(name, 0.0) for measurement in measurements)
     return Calibration(
         machine=machine.describe(),
         measured=format_current_time(),
         versions=read_versions(machine),
         settings=tuple(_fit_rates(machine, *pair) for pair in zip(settings, measurements, strict=True)),
         parts=parts,
-        disturbance=statistics.mean(one["disturbed"] for one in measurements),
+        disturbance=statistics.mean(measurement["disturbed"] for measurement in measurements),
     )
 
 
@@ -99,13 +99,13 @@ class Measuring:
         effort = self._effort
         for number, setting in enumerate(settings):
             self._say(f"measuring {_describe_setting(setting)}")
-            started = time.monotonic()
-            end_of_setting = started + max(0.0, end - started) / (len(settings) - number)
+            start = time.monotonic()
+            end_of_setting = start + max(0.0, end - start) / (len(settings) - number)
             if effort.fewest is not None:  # the second setting has all cores; the block is measured there
                 effort = replace(effort, waits=number < 2)
-            measured = self._measure_in_processes(setting, (end_of_setting, limit), effort)
-            measured["parts"]["starting"] = time.monotonic() - started - sum(measured["parts"].values())
-            measurements.append(measured)
+            measurement = self._measure_in_processes(setting, (end_of_setting, limit), effort)
+            measurement["parts"]["starting"] = time.monotonic() - start - sum(measurement["parts"].values())
+            measurements.append(measurement)
         return measurements
 
     def _measure_in_processes(
@@ -188,8 +188,8 @@ def _fit_rates(machine: Machine, setting: ProcessSetting, measurements: dict[str
     alone = ProcessRates(*setting, curves, launch=measurements["launch"], overlap=measurements["overlap"])
     factors = {precision: fit_step_factors(alone, precision, rows) for precision, rows in groups["passes"].items()}
     steps = replace(alone, in_step=factors)
-    sharded = groups["sharded"]
-    return replace(steps, exchange=fit_exchange(steps, machine, sharded)) if sharded else steps
+    sharded_rows = groups["sharded"]
+    return replace(steps, exchange=fit_exchange(steps, machine, sharded_rows)) if sharded_rows else steps
 
 
 @contextmanager
@@ -228,8 +228,8 @@ def format_calibration(calibration: Calibration) -> Iterator[str]:
     )
     for setting in calibration.settings:
         yield ""
-        each = "" if setting.threads is None else f" of {setting.threads} thread{'s' * (setting.threads > 1)}"
-        yield f"{setting.processes} process{'es' * (setting.processes > 1)}{each}" + (
+        threads = "" if setting.threads is None else f" of {setting.threads} thread{'s' * (setting.threads > 1)}"
+        yield f"{setting.processes} process{'es' * (setting.processes > 1)}{threads}" + (
             ", all at once, each:" if setting.processes > 1 else ":"
         )
         yield from _format_operations(setting)
@@ -292,10 +292,10 @@ def _format_step_factors(setting: ProcessRates) -> Iterator[str]:
     if not setting.in_step:
         return
     yield _format_row("in a step, factor on times alone", ("products", "attention", "memory"), "error", indent=2)
-    for precision, fitted in setting.in_step.items():
-        factors = (f"{factor:.2f}" for factor in (fitted.products, fitted.attention, fitted.traffic))
-        host = f"{precision}, and {fitted.host * 1e6:.0f} us more for each kernel"
-        yield _format_row(host, factors, summarize_errors(fitted.errors))
+    for precision, in_step in setting.in_step.items():
+        factors = (f"{factor:.2f}" for factor in (in_step.products, in_step.attention, in_step.traffic))
+        host = f"{precision}, and {in_step.host * 1e6:.0f} us more for each kernel"
+        yield _format_row(host, factors, summarize_errors(in_step.errors))
     if setting.processes > 1:
         exchange = setting.exchange
         text = f"collectives, and {exchange.waited * 1e3:.1f} ms more for each"

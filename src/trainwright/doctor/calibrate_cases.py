@@ -92,23 +92,27 @@ def build_operation_cases(device: torch.device) -> dict[str, list[CalibrationCas
     """Return the operations of a calibration by part, in every precision."""
 
     def over(name: str) -> Iterator[tuple[Any, bool]]:
-        used, held_out = _SIZES[look_up_processor(device.type)][name]
-        return itertools.chain(((size, False) for size in used), ((size, True) for size in held_out))
+        fit_sizes, held_out = _SIZES[look_up_processor(device.type)][name]
+        return itertools.chain(((size, False) for size in fit_sizes), ((size, True) for size in held_out))
 
     precisions = ("fp32", "bf16")
-    others = [build_optimizer_case(elements, device, out) for elements, out in over("optimizer")]
-    others += [
+    other_cases = [build_optimizer_case(elements, device, out) for elements, out in over("optimizer")]
+    other_cases += [
         build_loss_case(precision, logits, device, out) for logits, out in over("loss") for precision in precisions
     ]
-    others += [CalibrationCase("data", size, partial(_prepare_data, size, device), out) for size, out in over("data")]
+    other_cases += [
+        CalibrationCase("data", size, partial(_prepare_data, size, device), out) for size, out in over("data")
+    ]
     if device.type != "cpu":
-        used, held_out = _SIZES["cpu"]["optimizer"]
-        for elements in (*used, *held_out):
-            others.append(build_optimizer_case(elements, torch.device("cpu"), elements in held_out, "host_optimizer"))
+        fit_sizes, held_out = _SIZES["cpu"]["optimizer"]
+        for elements in (*fit_sizes, *held_out):
+            other_cases.append(
+                build_optimizer_case(elements, torch.device("cpu"), elements in held_out, "host_optimizer")
+            )
         for count, out in over("host"):
             for direction in ("to", "from"):
                 build = partial(prepare_host_copy, direction, count, device)
-                others.append(CalibrationCase(f"host/{direction}", (count,), build, out))
+                other_cases.append(CalibrationCase(f"host/{direction}", (count,), build, out))
     return {
         "products": [
             case
@@ -130,7 +134,7 @@ def build_operation_cases(device: torch.device) -> dict[str, list[CalibrationCas
                 precision, length, device, _ATTENTION_SHAPE[look_up_processor(device.type)], out
             )
         ],
-        "others": others,
+        "others": other_cases,
     }
 
 

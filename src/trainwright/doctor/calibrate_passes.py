@@ -130,32 +130,32 @@ def fit_exchange(setting: ProcessRates, machine: Machine, sharded: Mapping[str, 
     terms: list[list[float]] = []
     rest: list[float] = []
     rows: list[Mapping[str, Any]] = []
-    for precision, measured in sharded.items():
+    for precision, measured_rows in sharded.items():
         for model in _SHARDED:
-            none, one, twice = (
+            none, once, twice = (
                 _estimate_sharded_seconds(model, precision, replace(setting, exchange=Exchanged(*pair)), machine)
                 for pair in ((0.0, 0.0), (_EXCHANGE[0], 0.0), (0.0, 1.0))
             )
-            terms.append([(one - none) / _EXCHANGE[0], twice - none])
+            terms.append([(once - none) / _EXCHANGE[0], twice - none])
             rest.append(none)
-        rows += measured
-    (waited, factor), off = _fit_coefficients(np.array(terms), np.array(rest), rows, _EXCHANGE)
-    return Exchanged(waited, factor, off)
+        rows += measured_rows
+    (wait_seconds, factor), off = _fit_coefficients(np.array(terms), np.array(rest), rows, _EXCHANGE)
+    return Exchanged(wait_seconds, factor, off)
 
 
 def _fit_coefficients(
     terms: Numbers, rest: Numbers, rows: Rows, usual: Sequence[float]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return coefficients of ``terms`` [M, N], regularized toward ``usual``, and errors of the held-out rows."""
-    measured = np.array([row["seconds"] for row in rows])
-    used = np.array([not row["held_out"] for row in rows])
+    seconds = np.array([row["seconds"] for row in rows])
+    is_fitted = np.array([not row["held_out"] for row in rows])
     units = np.array(usual)
-    relative, aim = terms * units / measured[:, None], 1 - rest / measured
+    relative, aim = terms * units / seconds[:, None], 1 - rest / seconds
     regularization = _HELD * np.eye(len(units))
     coefficients = solve_non_negative(
-        np.vstack([relative[used], regularization]), np.append(aim[used], np.full(len(units), _HELD))
+        np.vstack([relative[is_fitted], regularization]), np.append(aim[is_fitted], np.full(len(units), _HELD))
     )
-    off = np.abs(relative @ coefficients - aim)[~used]
+    off = np.abs(relative @ coefficients - aim)[~is_fitted]
     return tuple(map(float, coefficients * units)), tuple(map(float, off))
 
 
@@ -203,11 +203,11 @@ def _prepare_sharded_pass(model: SmallModel, precision: str, world: World) -> Ru
 
     module, batch = _build_model(model, torch.float32)
     make, parallel = build_optimizer_factory(OptimizerSection()), ParallelSection(strategy="fsdp")
-    sharded = FullySharded(StrategyConfig(parallel, world, module, make, DTYPES[precision], module.blocks()))
+    strategy = FullySharded(StrategyConfig(parallel, world, module, make, DTYPES[precision], module.blocks()))
 
     def run() -> None:
-        sharded.backward(module(batch), last=True)
-        sharded.discard_gradients()
+        strategy.backward(module(batch), last=True)
+        strategy.discard_gradients()
 
     return run
 

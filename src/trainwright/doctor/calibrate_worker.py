@@ -77,13 +77,13 @@ def measure(
         parts = cases_of(world)
         cases = [(part, case) for part, of_part in parts.items() for case in of_part]
         measurements: dict[str, Any] = {"samples": {}, "parts": dict.fromkeys(parts, 0.0)}
-        timed = _measure_cases(world, cases, ends, effort, measurements["parts"])
-        for case, time_of_case in timed:
+        case_times = _measure_cases(world, cases, ends, effort, measurements["parts"])
+        for case, time_of_case in case_times:
             row = {"sizes": case.sizes, "seconds": time_of_case.seconds / case.amount, "held_out": case.held_out}
             row["disturbed"] = time_of_case.is_disturbed
             measurements["samples"].setdefault(case.curve, []).append(row)
-        disturbed = sum(time_of_case.is_disturbed for _, time_of_case in timed)
-        measurements |= {"disturbed": disturbed / max(1, len(timed)), "number": len(timed)}
+        disturbances = sum(time_of_case.is_disturbed for _, time_of_case in case_times)
+        measurements |= {"disturbed": disturbances / max(1, len(case_times)), "number": len(case_times)}
         measurements["overlap"] = measure_overlap(world) if effort.fewest is None else 0.0
         launches = world.gather_floats([_measure_launch_seconds(world.device)])
         measurements["launch"] = statistics.mean(row[0] for row in launches)
@@ -119,10 +119,10 @@ def _measure_cases(
     for number in range(_MOST_ROUNDS):
         for index, (part, case) in enumerate(cases):
             # Rank 0's clock decides for all ranks. This also synchronizes them.
-            started = time.monotonic()
-            past = [float(world.is_main and started > end) for end in ends]
-            late, over, stopped = world.sum([*past, float(stop_requested())])
-            if stopped:
+            start = time.monotonic()
+            past = [float(world.is_main and start > end) for end in ends]
+            late, over, stop = world.sum([*past, float(stop_requested())])
+            if stop:
                 raise _Stopped
             required = effort.waits and not number and index < fewest
             if late and not required:
@@ -138,22 +138,22 @@ def _measure_cases(
             except RuntimeError:  # a precision that this GPU does not support
                 if world.device.type == "cpu" or case.joint:
                     raise
-            parts[part] += time.monotonic() - started
+            parts[part] += time.monotonic() - start
     if not all(rounds[:fewest]) and world.device.type == "cpu":
         return []
     local = [_choose_round(case, times) for (_, case), times in zip(cases, rounds, strict=True)]
-    ranks = world.gather_floats([value for timed in local for value in timed])
+    ranks = world.gather_floats([value for sample in local for value in sample])
     results = []
     for index, (_, case) in enumerate(cases):
-        seconds, waited = ([row[2 * index + part] for row in ranks] for part in (0, 1))
+        seconds, waits = ([row[2 * index + part] for row in ranks] for part in (0, 1))
         if math.isfinite(mean := statistics.mean(seconds)):
-            results.append((case, Timed(mean, max(waited))))
+            results.append((case, Timed(mean, max(waits))))
     return results
 
 
 def _choose_round(case: CalibrationCase, times: list[Timed]) -> Timed:
     """Return the best, or the typical, of a case's rounds, preferring undisturbed ones."""
-    usable = sorted(timed for timed in times if not timed.is_disturbed) or sorted(times)
+    usable = sorted(sample for sample in times if not sample.is_disturbed) or sorted(times)
     return usable[int((0.25 if case.typical and not case.cold else 0.0) * len(usable))] if usable else _NOT_TIMED
 
 
@@ -169,11 +169,11 @@ def _time(world: World, clock: Stopwatch, case: CalibrationCase, run: Run, slot:
             0.0,
         )
     clock.start()
-    others = torch.ones(_CACHE // 4) if case.cold else None
+    filler = torch.ones(_CACHE // 4) if case.cold else None
 
     def timed() -> Timed:
-        if others is not None:
-            others.mul_(1.0)  # in the caches, in place of the case's own tensors
+        if filler is not None:
+            filler.mul_(1.0)  # in the caches, in place of the case's own tensors
         return clock.time(run)
 
     first = timed()
@@ -193,7 +193,7 @@ def _choose_call_count(case: CalibrationCase, slot: float, seconds: float) -> in
 
 def _combine_ranks(world: World, times: list[Timed]) -> list[Timed]:
     """Combine calls that all ranks make together: if one waits for a core, the others wait for it."""
-    rows = world.gather_floats([value for timed in times for value in timed])
+    rows = world.gather_floats([value for sample in times for value in sample])
     return [
         Timed(statistics.mean(row[2 * n] for row in rows), max(row[2 * n + 1] for row in rows))
         for n in range(len(times))
@@ -217,12 +217,12 @@ def _measure_launch_seconds(device: torch.device) -> float:
     x, scale = torch.ones(8, device=device, requires_grad=True), torch.ones(8, device=device)
     times = []
     for _ in range(_CHAINS):
-        started = time.perf_counter()
+        start = time.perf_counter()
         y = x
         for _ in range(_LAUNCHES):
             y = y * scale  # one kernel forward, one backward
         torch.autograd.grad(y.sum(), x)
-        times.append((time.perf_counter() - started) / (2 * _LAUNCHES))
+        times.append((time.perf_counter() - start) / (2 * _LAUNCHES))
         if device.type != "cpu":
             torch.accelerator.synchronize()
     return min(times)
@@ -237,8 +237,11 @@ _ROUNDS = 3
 
 def iterate_collective_cases(world: World) -> Iterator[CalibrationCase]:
     """Yield the collectives that strategies use, by the bytes of the full tensor."""
-    used, held_out = _BYTES[look_up_processor(world.device.type)], _HELD_OUT_BYTES[look_up_processor(world.device.type)]
-    for count in (*used, *held_out) if world.size > 1 else ():
+    fit_bytes, held_out = (
+        _BYTES[look_up_processor(world.device.type)],
+        _HELD_OUT_BYTES[look_up_processor(world.device.type)],
+    )
+    for count in (*fit_bytes, *held_out) if world.size > 1 else ():
         for name in _BUILDERS:
             yield build_collective_case(world, name, count, count in held_out)
 
@@ -255,14 +258,14 @@ def measure_overlap(world: World) -> float:
         return 0.0
     reduce = _prepare_all_reduce(world, _OVERLAP_BYTES[look_up_processor(world.device.type)])
     width = _WIDTH[look_up_processor(world.device.type)]
-    left = torch.randn(width, width, device=world.device)
+    matrix = torch.randn(width, width, device=world.device)
     alone = min(_measure_seconds(world, reduce) for _ in range(_ROUNDS))
-    once = min(_measure_seconds(world, lambda: torch.mm(left, left)) for _ in range(_ROUNDS))
+    once = min(_measure_seconds(world, lambda: torch.mm(matrix, matrix)) for _ in range(_ROUNDS))
     count = max(1, round(world.broadcast(alone / once)))
 
     def compute() -> None:
         for _ in range(count):
-            torch.mm(left, left)
+            torch.mm(matrix, matrix)
 
     tensor = torch.zeros(_OVERLAP_BYTES[look_up_processor(world.device.type)] // 4, device=world.device)
 
@@ -281,10 +284,10 @@ def measure_overlap(world: World) -> float:
 def _measure_seconds(world: World, run: Callable[[], object]) -> float:
     run()
     _finish(world)
-    started = time.perf_counter()
+    start = time.perf_counter()
     run()
     _finish(world)
-    return time.perf_counter() - started
+    return time.perf_counter() - start
 
 
 def _finish(world: World) -> None:
@@ -356,10 +359,10 @@ def solve_non_negative(rows: Numbers, targets: Numbers) -> Numbers:
     """
     best, least = np.zeros(rows.shape[1]), float(np.square(targets).sum())
     for count in range(1, min(rows.shape) + 1):
-        for chosen in combinations(range(rows.shape[1]), count):
-            coefficients, *_ = np.linalg.lstsq(rows[:, chosen], targets, rcond=None)
-            off = float(np.square(rows[:, chosen] @ coefficients - targets).sum())
+        for columns in combinations(range(rows.shape[1]), count):
+            coefficients, *_ = np.linalg.lstsq(rows[:, columns], targets, rcond=None)
+            off = float(np.square(rows[:, columns] @ coefficients - targets).sum())
             if off < least and (coefficients >= 0).all():
                 best, least = np.zeros(rows.shape[1]), off
-                best[list(chosen)] = coefficients
+                best[list(columns)] = coefficients
     return best

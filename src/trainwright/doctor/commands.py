@@ -128,10 +128,10 @@ def _format_diagnosis(diagnosis: Diagnosis, log: LogText) -> list[str]:
     if diagnosis.followed:
         lines += [
             "followed by:" if cause or unknown else "found:",
-            *(_format_finding(one, log) for one in diagnosis.followed),
+            *(_format_finding(error, log) for error in diagnosis.followed),
         ]
     if diagnosis.signs:
-        lines += ["also seen:", *(_format_finding(one, log) for one in diagnosis.signs)]
+        lines += ["also seen:", *(_format_finding(error, log) for error in diagnosis.signs)]
     if cause is not None and unknown is not None:
         from trainwright.doctor.diagnosis import shorten_line
 
@@ -162,8 +162,8 @@ def _format_finding(finding: LogError, log: LogText) -> str:
 
 def _format_place(log: LogText, number: int, ranks: list[int]) -> str:
     file, line = log.place(number)
-    where = f"line {line}" if file is None else f"line {line} of {file}"
-    return f"{format_ranks(ranks)}, {where}" if ranks else where
+    location = f"line {line}" if file is None else f"line {line} of {file}"
+    return f"{format_ranks(ranks)}, {location}" if ranks else location
 
 
 def _convert_diagnosis(diagnosis: Diagnosis, log: LogText) -> dict[str, Any]:
@@ -247,12 +247,12 @@ def calibrate(as_json: Annotated[bool, typer.Option("--json", help="Print JSON."
 
     machine = detect()
     calibration = measure(machine, say=lambda text: say(text, file=sys.stderr))
-    refused = save_if_reliable(calibration, machine)
+    refusal = save_if_reliable(calibration, machine)
     if as_json:
         say(json.dumps(values(calibration), indent=1), wrap=False)
     else:
         for line in format_calibration(calibration):
             say(line)
-    if refused is not None:
-        raise MachineError(refused)
+    if refusal is not None:
+        raise MachineError(refusal)
     say(f"kept in {locate_calibration(machine)}", file=sys.stderr if as_json else sys.stdout)

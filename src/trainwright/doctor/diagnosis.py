@@ -85,22 +85,22 @@ class Diagnosis:
 def explain(text: str) -> Diagnosis:
     """Find the error in a log that explains the others."""
     log = read_log(text)
-    findings, explained, skipped = _find_errors(log.lines)
+    findings, explained_lines, skip_count = _find_errors(log.lines)
     errors = sorted(
         (finding for finding in findings if finding.error.role <= Role.FOLLOW_UP),
         key=lambda finding: (finding.error.role, finding.line.number),
     )
-    unknown = _find_first_unknown(log, explained)
+    unknown = _find_first_unknown(log, explained_lines)
     is_unknown_first = unknown is not None and _is_cause(unknown, errors)
     signs = [finding for finding in findings if finding.error.role > Role.FOLLOW_UP]
-    followed = errors if is_unknown_first else errors[1:]
+    later_errors = errors if is_unknown_first else errors[1:]
     cause = None if is_unknown_first or not errors else errors[0]
     if cause is None and not is_unknown_first:
         cause = next((sign for sign in signs if sign.error.role is Role.SIGN), None)
         signs = [sign for sign in signs if sign is not cause]
     details = list_details(cause.error.name, log.lines) if cause is not None else []
     is_ours = _OWN.search(text) is not None
-    return Diagnosis(cause, details, unknown, is_unknown_first, followed, signs, is_ours, skipped)
+    return Diagnosis(cause, details, unknown, is_unknown_first, later_errors, signs, is_ours, skip_count)
 
 
 def shorten_line(text: str) -> str:
@@ -114,24 +114,24 @@ def _find_errors(lines: Sequence[Line]) -> tuple[list[LogError], set[int], int]:
     lines were not compared.
     """
     errors: dict[str, LogError] = {}
-    explained: set[int] = set()
-    compared: dict[tuple[str, bool], KnownError | None] = {}
-    remaining, skipped = _COMPARED, 0
+    explained_lines: set[int] = set()
+    known_errors: dict[tuple[str, bool], KnownError | None] = {}
+    remaining, skip_count = _COMPARED, 0
     for line in lines:
         lower = line.text.lower()
         if line.kind is LineKind.SOURCE or not any(word in lower for word in _WORDS):
             continue
         key = line.text, line.kind is LineKind.NOTICE
-        if key not in compared:
+        if key not in known_errors:
             remaining -= len(line.text) + _PER_LINE
             if remaining < 0:
-                skipped += 1
+                skip_count += 1
                 continue
-            compared[key] = find_known_error(line.text, is_notice=line.kind is LineKind.NOTICE)
-        error = compared[key]
+            known_errors[key] = find_known_error(line.text, is_notice=line.kind is LineKind.NOTICE)
+        error = known_errors[key]
         if error is None:
             continue
-        explained.add(line.number)
+        explained_lines.add(line.number)
         finding = errors.get(error.name)
         if finding is None:
             finding = errors[error.name] = LogError(error, line)
@@ -139,13 +139,13 @@ def _find_errors(lines: Sequence[Line]) -> tuple[list[LogError], set[int], int]:
             finding.count += 1
         if line.rank is not None and line.rank not in finding.ranks:
             finding.ranks.append(line.rank)
-    return list(errors.values()), explained, skipped
+    return list(errors.values()), explained_lines, skip_count
 
 
 def _find_first_unknown(log: Log, explained: set[int]) -> Raised | None:
     """Return the first exception that, with those that led to it, has no line of a known error."""
-    explained_chains = {raised.chain for raised in log.raised if raised.lines & explained}
-    return next((raised for raised in log.raised if raised.chain not in explained_chains), None)
+    explained_chains = {exception.chain for exception in log.raised if exception.lines & explained}
+    return next((exception for exception in log.raised if exception.chain not in explained_chains), None)
 
 
 def _is_cause(unknown: Raised, errors: Sequence[LogError]) -> bool:
@@ -154,8 +154,8 @@ def _is_cause(unknown: Raised, errors: Sequence[LogError]) -> bool:
         return True
     if errors[0].error.role is Role.CAUSE:
         return False
-    own = [finding.line.number for finding in errors if finding.error.role in (Role.SYMPTOM, Role.REACTION)]
-    return unknown.number < min(own)
+    numbers = [finding.line.number for finding in errors if finding.error.role in (Role.SYMPTOM, Role.REACTION)]
+    return unknown.number < min(numbers)
 
 
 _SIZE = r"([\d.]{1,20}) ?([KMGT]i?B)"
@@ -189,18 +189,18 @@ def _describe_memory(lines: Sequence[Line]) -> list[str]:
         return []
     statements = []
     amounts = {"requested": _ASKED, "free": _FREE, "total": _CAPACITY}
-    listed = [f"{amount} {name}" for name, pattern in amounts.items() if (amount := _find_first(pattern, line.text))]
-    statements.append(f"{', '.join(listed)} on the GPU")
-    unused, requested = _parse_bytes(_UNUSED, line.text), _parse_bytes(_ASKED, line.text)
-    if unused is not None and requested is not None and unused >= requested:
+    parts = [f"{amount} {name}" for name, pattern in amounts.items() if (amount := _find_first(pattern, line.text))]
+    statements.append(f"{', '.join(parts)} on the GPU")
+    unused, requested_bytes = _parse_bytes(_UNUSED, line.text), _parse_bytes(_ASKED, line.text)
+    if unused is not None and requested_bytes is not None and unused >= requested_bytes:
         statements.append(
             f"{_find_first(_UNUSED, line.text)} are reserved but unused, in blocks that are too small: "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids this fragmentation"
         )
     users = {statements[0] for statements in re.findall(r"Process (\d+) has", line.text)}
-    others = _find_first(_OTHERS, line.text)
-    if others and ("including non-PyTorch memory" not in line.text or len(users) > 1):
-        statements.append(f"another process on the same GPU has {others}: see nvidia-smi")
+    other_memory = _find_first(_OTHERS, line.text)
+    if other_memory and ("including non-PyTorch memory" not in line.text or len(users) > 1):
+        statements.append(f"another process on the same GPU has {other_memory}: see nvidia-smi")
     return statements
 
 
@@ -227,33 +227,33 @@ class _Waited:
 
 
 def _describe_waiting(lines: Sequence[Line]) -> list[str]:
-    waited: dict[int, _Waited] = {}
-    enqueued: dict[int, int] = {}
+    waits: dict[int, _Waited] = {}
+    enqueued_numbers: dict[int, int] = {}
     for line in lines:
         if match := _TIMEOUT.search(line.text):
             sizes = f", {match['into']} -> {match['out']} elements" if match["into"] else ""
             entry = _Waited(int(match["number"]), match["kind"], sizes)
             rank = int(match["rank"])
-            if rank not in waited or entry.number < waited[rank].number:
-                waited[rank] = entry
+            if rank not in waits or entry.number < waits[rank].number:
+                waits[rank] = entry
         if match := _PROGRESS.search(line.text):
-            enqueued.setdefault(int(match["rank"]), int(match["enqueued"]))
-    if not waited:
+            enqueued_numbers.setdefault(int(match["rank"]), int(match["enqueued"]))
+    if not waits:
         return []
-    return [_describe_calls(waited), *_list_ranks_behind(waited, enqueued), *_list_absent_ranks(waited, lines)]
+    return [_describe_calls(waits), *_list_ranks_behind(waits, enqueued_numbers), *_list_absent_ranks(waits, lines)]
 
 
 def _describe_calls(waited: dict[int, _Waited]) -> str:
-    places: dict[_Waited, list[int]] = {}
+    ranks_by_call: dict[_Waited, list[int]] = {}
     for rank, call in sorted(waited.items()):
-        places.setdefault(call, []).append(rank)
-    listed = [
+        ranks_by_call.setdefault(call, []).append(rank)
+    parts = [
         f"{format_ranks(ranks)} in collective {call.number} ({call.kind}{call.sizes})"
-        for call, ranks in sorted(places.items(), key=lambda item: item[0].number)
+        for call, ranks in sorted(ranks_by_call.items(), key=lambda item: item[0].number)
     ]
-    same_number = len({call.number for call in places}) < len(places)
+    same_number = len({call.number for call in ranks_by_call}) < len(ranks_by_call)
     disagree = "; ranks ran different operations as the same collective" if same_number else ""
-    return f"waited: {'; '.join(listed)}{disagree}"
+    return f"waited: {'; '.join(parts)}{disagree}"
 
 
 def _list_ranks_behind(waited: dict[int, _Waited], enqueued: dict[int, int]) -> list[str]:
@@ -392,27 +392,29 @@ def read_log(text: str) -> Log:
     """Return the lines and exceptions of a log."""
     log = Log()
     states: dict[int | None, _State] = {}
-    reported: int | None = None
+    reported_rank: int | None = None
     is_other_failure = False
     for number, raw in _split(text):
-        shown, label, prefix = _remove_prefixes(raw)
+        line, label, prefix = _remove_prefixes(raw)
         state = states.setdefault(label, _State())
-        is_other_failure = shown == _OTHER_FAILURES or (is_other_failure and shown != _FIRST_FAILURE)
-        if match := _REPORTED_RANK.match(shown):
-            reported = int(match[1])
-        elif not shown[:1].isspace():
-            reported = None
-        rank = next((r for r in (label, reported, _rank_in(shown)) if r is not None), None)
-        kind = LineKind.SOURCE if is_other_failure else _classify_line(shown, prefix, state, log, number, rank)
-        log.lines.append(Line(number, shown, rank, kind))
+        is_other_failure = line == _OTHER_FAILURES or (is_other_failure and line != _FIRST_FAILURE)
+        if match := _REPORTED_RANK.match(line):
+            reported_rank = int(match[1])
+        elif not line[:1].isspace():
+            reported_rank = None
+        rank = next((r for r in (label, reported_rank, _rank_in(line)) if r is not None), None)
+        kind = LineKind.SOURCE if is_other_failure else _classify_line(line, prefix, state, log, number, rank)
+        log.lines.append(Line(number, line, rank, kind))
     return log
 
 
 def _split(text: str) -> Iterator[tuple[int, str]]:
     """Yield lines with their numbers; the updates of a progress bar are separate lines with the same number."""
     lines = [_ESCAPES.sub("", line) for line in text.split("\n")]
-    written = [line for line in lines if line.strip()]
-    is_labelled = len(written) > 1 and sum(bool(_LABEL.match(line)) for line in written) >= 0.8 * len(written)
+    nonempty_lines = [line for line in lines if line.strip()]
+    is_labelled = len(nonempty_lines) > 1 and sum(bool(_LABEL.match(line)) for line in nonempty_lines) >= 0.8 * len(
+        nonempty_lines
+    )
     for number, line in enumerate(lines, 1):
         for part in line.rstrip("\r").split("\r"):
             if len(part) > _LONGEST:
@@ -539,12 +541,12 @@ def _compute_sort_key(name: str) -> tuple[int, int, str]:
 
 def _join_logs(run: Path, names: Iterable[str]) -> LogText:
     lines: list[str] = []
-    places = []
+    starts = []
     for name in names:
-        places.append((len(lines) + 1, run / "logs" / name))
+        starts.append((len(lines) + 1, run / "logs" / name))
         rank = _RANK.fullmatch(name)
         prefix = f"[rank{rank[1]}]: " if rank else ""
         with open_inside(run, "logs", name) as file:
             content = file.read().decode("utf-8", errors="replace")
         lines += [f"{prefix}{line}" for line in content.removesuffix("\n").split("\n")]
-    return LogText("\n".join(lines) + "\n", tuple(places))
+    return LogText("\n".join(lines) + "\n", tuple(starts))

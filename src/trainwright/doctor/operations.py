@@ -58,8 +58,8 @@ def check_machine(
         >>> [outcome.name for outcome in report.outcomes]
         ['limits', 'shared-memory']
     """
-    places = tuple(os.fspath(directory) for directory in directories)
-    return run_in_process(examine_machine, MachineRequest(checks, tuple(ports), places), progress=progress)
+    paths = tuple(os.fspath(directory) for directory in directories)
+    return run_in_process(examine_machine, MachineRequest(checks, tuple(ports), paths), progress=progress)
 
 
 @dataclass(frozen=True)
@@ -209,11 +209,11 @@ def compare(options: VerifyRequest) -> Comparison:
         # Check the second side before the first one runs, so that the user does not wait in vain.
         check_request(request, creates=False)
         machine = restrict_to_device(detect(), request.recipe.parallel.device)
-        resolved = resolve_request(request, machine).recipe
+        recipe = resolve_request(request, machine).recipe
         begin_activity("importing torch and transformers")
         from trainwright.doctor.verify import verify as compared
 
-    return compared(resolved, machine, options.steps, sys.stdout)
+    return compared(recipe, machine, options.steps, sys.stdout)
 
 
 def _read_launcher_settings(file: Path, overrides: tuple[str, ...]) -> LauncherSettings:

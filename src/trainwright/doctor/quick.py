@@ -41,21 +41,21 @@ _EFFORT = Effort(slot=0.004, fewest=16)  # the products of one matrix in two pre
 def main() -> None:
     """Measure what standard input requests, and write it as the JSON of a calibration."""
     request = json.load(sys.stdin)
-    started = time.monotonic()
-    imported = started - request["begun"]
-    end = started + max(_LEAST_SECONDS, request["seconds"] - _AFTERWARDS - imported)
+    start = time.monotonic()
+    import_seconds = start - request["begun"]
+    end = start + max(_LEAST_SECONDS, request["seconds"] - _AFTERWARDS - import_seconds)
     settings = [ProcessSetting(1, None)] if request["device"] != "cpu" else choose_settings(request["cores"])
     with Stopping("stopping") as stopping:
         try:
             measuring = Measuring(request["device"], partial(_build_cases, request), _EFFORT, stopping)
-            measurements = measuring.run(settings, end, started + _LIMIT)
+            measurements = measuring.run(settings, end, start + _LIMIT)
         except TrainwrightError as error:
             sys.exit(str(error))
     pairs = [pair for pair in zip(settings, measurements, strict=True) if pair[1]["samples"]]
-    rates = tuple(_fit_rates(setting, measured, request["before"]) for setting, measured in pairs)
-    number = sum(measured["number"] for _, measured in pairs)
-    disturbance = sum(measured["disturbed"] * measured["number"] for _, measured in pairs) / max(1, number)
-    parts = {"imports": imported, "measuring": time.monotonic() - started}
+    rates = tuple(_fit_rates(setting, measurement, request["before"]) for setting, measurement in pairs)
+    number = sum(measurement["number"] for _, measurement in pairs)
+    disturbance = sum(measurement["disturbed"] * measurement["number"] for _, measurement in pairs) / max(1, number)
+    parts = {"imports": import_seconds, "measuring": time.monotonic() - start}
     calibration = Calibration(request["machine"], format_current_time(), request["versions"], rates, parts, disturbance)
     json.dump(to_json(calibration), sys.stdout)
 
@@ -73,10 +73,10 @@ def _fit_rates(
             for row in earlier["samples"]:
                 curves.setdefault(row["curve"], {})[tuple(row["sizes"])] = {**row, "held_out": False}
     for name, rows in measured["samples"].items():
-        undisturbed = [row for row in rows if not row["disturbed"]] or rows
-        curves.setdefault(name, {}).update((tuple(row["sizes"]), row) for row in undisturbed)
-    fitted = {name: build_curve(name, list(samples.values())) for name, samples in curves.items()}
-    return ProcessRates(*setting, fitted, launch=measured["launch"])
+        undisturbed_rows = [row for row in rows if not row["disturbed"]] or rows
+        curves.setdefault(name, {}).update((tuple(row["sizes"]), row) for row in undisturbed_rows)
+    fitted_curves = {name: build_curve(name, list(samples.values())) for name, samples in curves.items()}
+    return ProcessRates(*setting, fitted_curves, launch=measured["launch"])
 
 
 def choose_settings(cores: int) -> list[ProcessSetting]:

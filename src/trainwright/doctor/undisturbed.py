@@ -50,9 +50,9 @@ class Stopwatch:
     def time(self, run: Callable[[], object]) -> Timed:
         """Time one call."""
         before = self._waits()
-        started = time.perf_counter()
+        start = time.perf_counter()
         run()
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - start
         waits = [after - early for early, after in zip(before, self._waits(), strict=True)]
         return Timed(seconds, min(seconds, max(waits, default=0.0)))
 
@@ -73,11 +73,11 @@ def choose_quantile(times: list[Timed], share: float) -> Timed:
     If all are disturbed, as long calls are while another program uses the cores all the time, their waiting time is
     subtracted and the median is returned, still marked as disturbed.
     """
-    clean = sorted(timed for timed in times if not timed.is_disturbed)
+    clean = sorted(sample for sample in times if not sample.is_disturbed)
     if clean:
         return clean[int(share * len(clean))]
-    corrected = sorted(Timed(max(t.seconds - t.waited, _LEAST_SHARE * t.seconds), t.waited) for t in times)
-    return corrected[len(corrected) // 2]
+    corrected_times = sorted(Timed(max(t.seconds - t.waited, _LEAST_SHARE * t.seconds), t.waited) for t in times)
+    return corrected_times[len(corrected_times) // 2]
 
 
 def choose_shortest(times: list[Timed]) -> Timed:

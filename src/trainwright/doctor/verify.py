@@ -64,8 +64,10 @@ def verify(recipe: RecipeSchema, machine: Machine, steps: int, out: TextIO) -> C
             preload_worker(recipe)
             model = _prepare_model(recipe, machine, directory, stopping, out)
             sides = [
-                ComparedRun(_name_run(each), each.model_copy(update={"model": model}), directory / name)
-                for each, name in ((reference, "reference"), (recipe, "chosen"))
+                ComparedRun(
+                    _name_run(compared_recipe), compared_recipe.model_copy(update={"model": model}), directory / name
+                )
+                for compared_recipe, name in ((reference, "reference"), (recipe, "chosen"))
             ]
             try:
                 for side in sides:
@@ -87,7 +89,7 @@ def build_reference(recipe: RecipeSchema) -> RecipeSchema:
         RequestError: the recipe already runs on one process.
     """
     processes, train = _read_process_count(recipe), recipe.train
-    one = ParallelSection(strategy="single", num_processes=1)
+    parallel = ParallelSection(strategy="single", num_processes=1)
     if recipe.parallel.is_one_process:
         raise RequestError(
             "parallel.strategy: this recipe runs on one process here (single), which is the reference; choose "
@@ -97,7 +99,7 @@ def build_reference(recipe: RecipeSchema) -> RecipeSchema:
     steps = train.gradient_accumulation_steps
     accumulation = steps * processes if train.micro_batch_size == "auto" and steps != "auto" else "auto"
     values = recipe.model_dump()
-    values["parallel"] = one.model_dump()
+    values["parallel"] = parallel.model_dump()
     values["train"]["gradient_accumulation_steps"] = accumulation
     return type(recipe).model_validate(values)
 
@@ -142,12 +144,12 @@ def _choose_fitting_model(model: ModelSection, machine: Machine, directory: Path
 
     config = load_config(model)
     memory = min((gpu.memory_bytes for gpu in machine.gpus), default=machine.memory_bytes)
-    where = "one GPU" if machine.gpus else "this machine"
+    device = "one GPU" if machine.gpus else "this machine"
     parameters = count_parameters(config)
     if parameters * _BYTES <= memory * _USABLE:
         return model, None
-    needed = f"{format_count(parameters)} parameters with their optimizer need {format_bytes(parameters * _BYTES)}"
-    problem = f"{needed}, and {where} has {format_bytes(memory)}"
+    requirement = f"{format_count(parameters)} parameters with their optimizer need {format_bytes(parameters * _BYTES)}"
+    problem = f"{requirement}, and {device} has {format_bytes(memory)}"
     layers = count_layers(config)
     try:
         for layers_kept in range(min(MAX_LAYERS, layers - 1), 0, -1):
@@ -215,12 +217,12 @@ class _SideProgress:
 
 
 def _compare(sides: Sequence[ComparedRun], tolerance: float, out: TextIO) -> Comparison:
-    one, other = sides
-    compared = Comparison.from_runs((one.name, other.name), (one.run, other.run), tolerance)
+    left, right = sides
+    comparison = Comparison.from_runs((left.name, right.name), (left.run, right.run), tolerance)
     say(file=out)
-    compared.show(out)
-    say(compared.verdict(), file=out)
-    return compared
+    comparison.show(out)
+    say(comparison.verdict(), file=out)
+    return comparison
 
 
 def _read_process_count(recipe: RecipeSchema) -> int:
@@ -256,10 +258,10 @@ class Comparison:
         Raises:
             ValueError: their steps differ, or there are none.
         """
-        one, other = ([e for e in read_events(run / "events.jsonl") if e["event"] == "step"] for run in runs)
-        if not one or [e["step"] for e in one] != [e["step"] for e in other]:
-            raise ValueError(f"{runs[0]} has {len(one)} steps and {runs[1]} has {len(other)}")
-        return cls(names, tuple(zip(one, other, strict=True)), tolerance)
+        left, right = ([e for e in read_events(run / "events.jsonl") if e["event"] == "step"] for run in runs)
+        if not left or [e["step"] for e in left] != [e["step"] for e in right]:
+            raise ValueError(f"{runs[0]} has {len(left)} steps and {runs[1]} has {len(right)}")
+        return cls(names, tuple(zip(left, right, strict=True)), tolerance)
 
     @property
     def is_same(self) -> bool:
@@ -278,26 +280,26 @@ class Comparison:
         return None
 
     def _describe_difference(self, pair: tuple[EventRecord, EventRecord]) -> str | None:
-        one, other = pair
+        left, right = pair
         for field in _EXACT:
-            if one[field] != other[field]:
-                return f"the {field.replace('_', ' ')} are {one[field]} and {other[field]}"
+            if left[field] != right[field]:
+                return f"the {field.replace('_', ' ')} are {left[field]} and {right[field]}"
         for field, name in _CLOSE.items():
             apart = _compute_difference(field, pair)
             if not apart <= self.tolerance:
-                return f"the {name} is {one[field]:.6g} and {other[field]:.6g}, {_format_difference(apart)} apart"
+                return f"the {name} is {left[field]:.6g} and {right[field]:.6g}, {_format_difference(apart)} apart"
         return None
 
     def verdict(self) -> str:
         """Return a line that states whether the runs are the same, and the largest differences."""
-        allowed = f"tolerance {self.tolerance:.0e}, relative"
+        tolerance = f"tolerance {self.tolerance:.0e}, relative"
         reason = self.describe_first_difference()
         if reason is not None:
-            return f"NOT the same run: {reason} ({allowed})"
+            return f"NOT the same run: {reason} ({tolerance})"
         return (
             f"the same run: over {len(self.steps)} step{'s' * (len(self.steps) > 1)} losses differ by at most "
             f"{_format_difference(self.find_worst_difference('loss'))} and gradient norms by "
-            f"{_format_difference(self.find_worst_difference('grad_norm'))} ({allowed})"
+            f"{_format_difference(self.find_worst_difference('grad_norm'))} ({tolerance})"
         )
 
     def show(self, stream: TextIO) -> None:
@@ -316,11 +318,14 @@ class Comparison:
         # Wide enough for the table if output is not a terminal. Console would take the width of standard output.
         width = text.find_terminal_width(stream, 120) if stream.isatty() else 120
         console = Console(file=stream, highlight=False, markup=False, emoji=False, width=width)
-        unbounded = console.options.update(max_width=1_000)
-        if console.measure(table, options=unbounded).maximum <= width:
+        options = console.options.update(max_width=1_000)
+        if console.measure(table, options=options).maximum <= width:
             console.print(table)
             return
-        head = ["step", *(f"{name} {one}" for name in _CLOSE.values() for one in (*self.names, "relative difference"))]
+        head = [
+            "step",
+            *(f"{name} {column}" for name in _CLOSE.values() for column in (*self.names, "relative difference")),
+        ]
         rows = [[f"step {pair[0]['step']}", *self._row(pair)[1:]] for pair in self.steps]
         for line in text.format_table([head, *rows], width):
             text.say(line, file=stream)
@@ -328,8 +333,8 @@ class Comparison:
     def _row(self, pair: tuple[EventRecord, EventRecord]) -> Sequence[str]:
         cells = [str(pair[0]["step"])]
         for field in _CLOSE:
-            one, other = (event[field] for event in pair)
-            cells += [f"{one:.6f}", f"{other:.6f}", _format_difference(_compute_difference(field, pair))]
+            left, right = (event[field] for event in pair)
+            cells += [f"{left:.6f}", f"{right:.6f}", _format_difference(_compute_difference(field, pair))]
         return cells
 
 
@@ -351,6 +356,6 @@ def find_largest_loss(events: Iterable[Mapping[str, Any]]) -> float:
 
 def _compute_difference(field: str, pair: tuple[EventRecord, EventRecord]) -> float:
     """Return the difference relative to the larger value, of losses also to their larger part; 0 for two zeros."""
-    one, other = (event[field] for event in pair)
-    larger = max(abs(one), abs(other), find_largest_loss(pair) if field == "loss" else 0.0)
-    return abs(one - other) / larger if larger else 0.0
+    left, right = (event[field] for event in pair)
+    larger = max(abs(left), abs(right), find_largest_loss(pair) if field == "loss" else 0.0)
+    return abs(left - right) / larger if larger else 0.0

@@ -50,8 +50,8 @@ def evaluate(
             if in_step is not None:
                 report(in_step)
             events.announce("answering rows of the validation split", step)
-            answered = task.answer_metrics(module, strategy.world, together=in_step is not None)
-        return replace(answered, metrics={**metrics, **answered.metrics})
+            answer_measurements = task.answer_metrics(module, strategy.world, together=in_step is not None)
+        return replace(answer_measurements, metrics={**metrics, **answer_measurements.metrics})
     return Measured(metrics)
 
 
@@ -63,14 +63,14 @@ def _compute_metrics(
     flat = strategy.world.sum(torch.cat([*sums.values()]).tolist())
     parts = {name: flat[index * size : (index + 1) * size] for index, name in enumerate(sums)}
     together = [sum(column) for column in zip(*parts.values(), strict=True)]
-    named = {
+    set_metrics = {
         f"{name}/{metric}": value
         for name, part in parts.items()
         if name
         for metric, value in task.metrics(part).items()
     }
     main = together if main_set is None else parts.get(main_set, together)  # a simulation may end before it
-    return {**task.metrics(main), **named}
+    return {**task.metrics(main), **set_metrics}
 
 
 def _compute_statistics(task: Task, strategy: Strategy, events: EventLog) -> dict[str, torch.Tensor] | MemoryShortage:

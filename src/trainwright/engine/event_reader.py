@@ -61,12 +61,12 @@ def read_log(path: Path) -> RunEvents:
     """Return the events of `events.jsonl`, and what could not be read; nothing if there is no such file."""
     damage: list[str] = []
     try:
-        everything = list(_iterate_events(path, damage))
+        all_events = list(_iterate_events(path, damage))
     except FileNotFoundError:
-        everything = []
+        all_events = []
     except OSError as error:
-        everything, damage = [], [f"{path.name}: {error.strerror}"]
-    return RunEvents(select_history(everything), everything, damage)
+        all_events, damage = [], [f"{path.name}: {error.strerror}"]
+    return RunEvents(select_history(all_events), all_events, damage)
 
 
 def read_recipe(run: Path) -> dict[str, Any]:
@@ -110,16 +110,16 @@ def read_earlier(path: Path, start: EventRecord) -> EarlierEvents:
 
 def _iterate_spans(events: Iterable[EventRecord]) -> Iterator[float]:
     """Yield the seconds that each launch trained, up to its last event."""
-    start = ended = None
+    start = end = None
     for event in events:
         if event["event"] == "start":
-            if start is not None and ended is not None:
-                yield ended - start
-            start = ended = event["time"]
+            if start is not None and end is not None:
+                yield end - start
+            start = end = event["time"]
         elif event["event"] in _WORK and start is not None:
-            ended = event["time"]
-    if start is not None and ended is not None:
-        yield ended - start
+            end = event["time"]
+    if start is not None and end is not None:
+        yield end - start
 
 
 def select_history(events: Sequence[EventRecord]) -> list[EventRecord]:
@@ -133,19 +133,19 @@ def select_history(events: Sequence[EventRecord]) -> list[EventRecord]:
         if not isinstance(step, int) or step <= min(last_of_any, last[event["event"]]):
             history.append(event)
         if event["event"] in ("start", "rewind"):
-            last_valid, again = _find_restart_point(event)
+            last_valid, repeated_kinds = _find_restart_point(event)
             last_of_any = min(last_of_any, last_valid)
-            for kind in again:
+            for kind in repeated_kinds:
                 last[kind] = min(last[kind], last_valid - 1)
     return history[::-1]
 
 
 def describe_precision(start: EventRecord) -> str:
     """Return the precision of a `start` event in words."""
-    computed = str(start.get("mixed_precision")).replace("no", "fp32")
+    precision = str(start.get("mixed_precision")).replace("no", "fp32")
     if start.get("float8", "no") != "no":
-        computed += f", products of blocks in float8 ({start['float8']})"
-    return f"{computed}, fp32 products in TF32" if start.get("tf32") else computed
+        precision += f", products of blocks in float8 ({start['float8']})"
+    return f"{precision}, fp32 products in TF32" if start.get("tf32") else precision
 
 
 def has_lost_steps(before: EventRecord, after: EventRecord) -> bool:
@@ -171,16 +171,16 @@ def find_resumed_step(start: EventRecord) -> int | None:
 
 def is_superseded(event: EventRecord, start: EventRecord) -> bool:
     """Return whether an event is repeated after a later ``start`` or ``rewind`` event."""
-    last_valid, again = _find_restart_point(start)
+    last_valid, repeated_kinds = _find_restart_point(start)
     step = event.get("step")
-    return isinstance(step, int) and (step > last_valid or (step == last_valid and event["event"] in again))
+    return isinstance(step, int) and (step > last_valid or (step == last_valid and event["event"] in repeated_kinds))
 
 
 def _find_restart_point(start: EventRecord) -> tuple[int, Sequence[str]]:
     """Return the last step that counts after a ``start`` or ``rewind``, and which kinds are written again for it."""
     # Not resumed although the file has earlier events: the run was killed before the first checkpoint.
-    resumed = find_resumed_step(start)
-    return -1 if resumed is None else resumed, _PENDING.get(str(start.get("pending")), ())
+    last_step = find_resumed_step(start)
+    return -1 if last_step is None else last_step, _PENDING.get(str(start.get("pending")), ())
 
 
 def _iterate_events(path: Path, damage: list[str]) -> Iterator[EventRecord]:
@@ -222,12 +222,12 @@ def compare_with_plan(predicted: Mapping[str, float], measured: Mapping[str, flo
     """
     # The measured peak of a GPU counts tensors only, without its libraries.
     memory = "tensors_bytes" if "tensors_bytes" in predicted and "tensors_bytes" in measured else "memory_bytes"
-    shown: tuple[tuple[str, str, Callable[[float], str], str], ...] = (
+    quantities: tuple[tuple[str, str, Callable[[float], str], str], ...] = (
         ("memory", memory, text.format_bytes, "memory"),
         ("step time", "step_time", lambda seconds: f"{seconds:.3g} s", "speed"),
         ("speed", "tokens_per_second", lambda rate: f"{text.format_count(rate)} tokens/s", "speed"),
     )
-    for label, name, words, kind in shown:
+    for label, name, words, kind in quantities:
         if name in measured and predicted.get(name):
             expected, actual = predicted[name], measured[name]
             low, high = predicted.get(f"{kind}_low", 0.0), predicted.get(f"{kind}_high", math.inf)

@@ -37,10 +37,10 @@ class Event:
     def record(self) -> Record:
         """Return the fields by name, without empty ones."""
         record: Record = {}
-        for described in fields(self):
-            value = getattr(self, described.name)
-            if not described.metadata or value not in (None, {}):
-                record[described.name] = value
+        for member in fields(self):
+            value = getattr(self, member.name)
+            if not member.metadata or value not in (None, {}):
+                record[member.name] = value
         return record
 
 
@@ -104,10 +104,10 @@ class Start(Event):
     def record(self) -> Record:
         """Return the fields by name, including those of the task."""
         record = super().record()
-        predicted, layout, details = (record.pop(name) for name in ("predicted", "layout", "details"))
+        predictions, layout, details = (record.pop(name) for name in ("predicted", "layout", "details"))
         if not self.attention:
             del record["attention"]
-        return {**record, **details, "predicted": dict(predicted), "layout": layout}
+        return {**record, **details, "predicted": dict(predictions), "layout": layout}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,16 +29,16 @@ def build_optimizer_factory(section: OptimizerSection) -> OptimizerFactory:
     `Strategy.step` sets the learning rate of each step. Raises RequestError if an optimizer of one's own cannot be
     imported; the function, if a key of the recipe has no effect on its parameters.
     """
-    entry_point, described = OPTIMIZERS.get(section.name).implementation, OPTIMIZERS.describe(section.name)
-    make = load(entry_point, f"{described}: its implementation {entry_point}")
+    entry_point, description = OPTIMIZERS.get(section.name).implementation, OPTIMIZERS.describe(section.name)
+    make = load(entry_point, f"{description}: its implementation {entry_point}")
 
     def create(named: Iterable[tuple[str, nn.Parameter]]) -> Optimizer:
         optimizer: Optimizer = make(named, section)
         key = next((key for key in _OF_GROUPS if key in section.changed()), None)
         if key is not None and any("rate" not in group for group in optimizer.param_groups):
             raise RequestError(
-                f"optimizer.{key}: {described} does not use trainwright.engine.optimizer.build_parameter_groups, so it "
-                "would have no effect; remove it or choose another optimizer"
+                f"optimizer.{key}: {description} does not use trainwright.engine.optimizer.build_parameter_groups, so "
+                "it would have no effect; remove it or choose another optimizer"
             )
         return optimizer if section.ema_decay is None else add_average(optimizer, section.ema_decay)
 
@@ -151,8 +151,8 @@ def build_parameter_groups(
                 decay = decay if group.weight_decay is None else group.weight_decay
                 rate = rate if group.learning_rate is None else group.learning_rate / section.learning_rate
         groups.setdefault(_GroupRates(decay, rate, kind(full, parameter)), []).append(parameter)
-    ordered = sorted(groups.items(), key=lambda item: not item[0].kind)
-    return [{"params": members, **setting._asdict()} for setting, members in ordered]
+    ordered_groups = sorted(groups.items(), key=lambda item: not item[0].kind)
+    return [{"params": members, **setting._asdict()} for setting, members in ordered_groups]
 
 
 def _compute_layer_rate(section: OptimizerSection, name: str, depth: int) -> float:

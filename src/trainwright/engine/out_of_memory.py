@@ -99,12 +99,12 @@ def read_peak_memory(device: torch.device) -> float:
 def _describe_shortage(error: BaseException) -> str:
     text = " ".join(str(error).split())
     if match := _REQUESTED_CUDA.search(text):
-        requested, capacity, free = match.groups()
-        return f"{requested} requested, {free} of {capacity} free"
+        request, capacity, free = match.groups()
+        return f"{request} requested, {free} of {capacity} free"
     match = _REQUESTED_CPU.search(text)
-    requested = f"{format_bytes(int(match[1]))} requested" if match else text[:200] or "no memory"
+    request = f"{format_bytes(int(match[1]))} requested" if match else text[:200] or "no memory"
     return ", ".join(
-        [requested, f"{format_bytes(psutil.virtual_memory().available)} free on the machine", *_list_limits()]
+        [request, f"{format_bytes(psutil.virtual_memory().available)} free on the machine", *_list_limits()]
     )
 
 

@@ -141,11 +141,11 @@ class StepPasses:
         """
         while True:
             gradients = self._compute(step, batch)
-            divided = (policy.again(step, gradients) for policy in self.policies)
-            again = next((other for other in divided if other is not None), None)
-            if again is None:
+            candidates = (policy.again(step, gradients) for policy in self.policies)
+            repeated_batch = next((candidate for candidate in candidates if candidate is not None), None)
+            if repeated_batch is None:
                 break
-            batch = again
+            batch = repeated_batch
         if not gradients.is_finite:
             self._handle_non_finite(step, gradients)
         self._divergence.add(gradients)
@@ -153,23 +153,23 @@ class StepPasses:
 
     def _compute(self, step: int, batch: GlobalBatch) -> StepGradients:
         world = self.training.strategy.world
-        done = catch_shortage(functools.partial(self.forward_backward, step, batch))
-        shortage = done if isinstance(done, MemoryShortage) else None
+        result = catch_shortage(functools.partial(self.forward_backward, step, batch))
+        shortage = result if isinstance(result, MemoryShortage) else None
         if shortage is not None:
             self.halving.after_shortage(step, batch, shortage)
-            done = ShareSums(*(torch.zeros(n, dtype=torch.float64, device=world.device) for n in (1, 1, self._sums)))
-        assert isinstance(done, ShareSums)
+            result = ShareSums(*(torch.zeros(n, dtype=torch.float64, device=world.device) for n in (1, 1, self._sums)))
+        assert isinstance(result, ShareSums)
         self._collate_ahead(step)
-        (stop, save, written), loss = (
+        (stop, save, write_progress), loss = (
             self.requests(step),
-            functools.reduce(torch.add, done.losses.unbind()),
+            functools.reduce(torch.add, result.losses.unbind()),
         )  # in their order
         peak, resident = read_peak_memory(world.device), self._resident.bound()
-        values = [stop, peak, shortage is not None, save, step, written, resident, *self._own_seconds()]
+        values = [stop, peak, shortage is not None, save, step, write_progress, resident, *self._own_seconds()]
         host = torch.tensor(values, dtype=torch.float64)
-        row = torch.cat([torch.stack([loss]), copy_to_device(host, world.device), done.statistics[: self._sums]])
+        row = torch.cat([torch.stack([loss]), copy_to_device(host, world.device), result.statistics[: self._sums]])
         # Everything is read at once: the host waits for the device once a step.
-        read = torch.cat([world.gather_rows(row).view(-1), done.norm.view(1), done.losses]).tolist()
+        read = torch.cat([world.gather_rows(row).view(-1), result.norm.view(1), result.losses]).tolist()
         rows = [read[i : i + len(row)] for i in range(0, world.size * len(row), len(row))]
         norm, *losses = read[world.size * len(row) :]
         reports = [RankReport(*row[:_REPORT]) for row in rows]
@@ -178,9 +178,9 @@ class StepPasses:
         if any(rank.out_of_memory for rank in reports):
             return replace(gradients, shortage=shortage)
         statistics = [row[_REPORT:] for row in rows]
-        if len(done.statistics) != self._sums:  # the first step, which tells how many the task has
-            statistics = world.gather_rows(done.statistics).tolist()
-            self._sums = len(done.statistics)
+        if len(result.statistics) != self._sums:  # the first step, which tells how many the task has
+            statistics = world.gather_rows(result.statistics).tolist()
+            self._sums = len(result.statistics)
         return replace(gradients, statistics=[sum(column) for column in zip(*statistics, strict=True)])
 
     def _collate_ahead(self, step: int) -> None:
@@ -255,24 +255,24 @@ class StepPasses:
         task, strategy = self.training.task, self.training.strategy
         world, batch = strategy.world, gradients.batch
         share = batch.select_for_rank(world.rank, world.size)
-        own = [
+        local_examples = [
             e for m, value in zip(share, gradients.losses, strict=True) if not math.isfinite(value) for e in m.examples
         ]
-        by_rank = world.gather(own)
+        by_rank = world.gather(local_examples)
         bad = sorted({example for of_rank in by_rank for example in of_rank})
         examples = bad or sorted(example for micro in batch.micro_batches for example in micro.examples)
-        shown = "; ".join(f"{index}: {task.describe_example(index)}" for index in examples[:4])
+        descriptions = "; ".join(f"{index}: {task.describe_example(index)}" for index in examples[:4])
         detail = (
             f"loss {gradients.loss} and gradient norm {gradients.norm} at step {step}; the weights are those of step "
-            f"{step - 1}. Examples in the batch: {', '.join(map(str, examples))} ({shown})"
+            f"{step - 1}. Examples in the batch: {', '.join(map(str, examples))} ({descriptions})"
         )
         progress, optimizer = self.training.progress, self.training.recipe.optimizer
         updates = step - 1 - len(progress.left_out) - progress.non_finite
         if advice := self._divergence.describe_advice(optimizer, self.rate(step - 1) if step > 1 else 0.0, updates):
             detail = f"{detail}; {advice}"
         rank = next((rank for rank, of_rank in enumerate(by_rank) if of_rank), world.rank)
-        what = self.training.recipe.faults.on_non_finite
-        handle_wrong_numbers(self.training, what, "non_finite", rank, detail, step)
+        action = self.training.recipe.faults.on_non_finite
+        handle_wrong_numbers(self.training, action, "non_finite", rank, detail, step)
 
 
 def _seed_dropout(device: torch.device, seed: int, step: int, micro_batch: int) -> None:

@@ -80,9 +80,9 @@ class Noise:
         (norm, size), (full_norm, full_size) = small, large
         if not (math.isfinite(norm) and math.isfinite(full_norm)):
             return None
-        squared = (full_size * full_norm**2 - size * norm**2) / (full_size - size)
+        squared_norm = (full_size * full_norm**2 - size * norm**2) / (full_size - size)
         trace = (norm**2 - full_norm**2) / (1 / size - 1 / full_size)
-        self.squared = 0.9 * self.squared + 0.1 * squared
+        self.squared = 0.9 * self.squared + 0.1 * squared_norm
         self.trace = 0.9 * self.trace + 0.1 * trace
         return self.trace / self.squared if self.squared > 0 and self.trace > 0 else None
 

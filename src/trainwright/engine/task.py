@@ -218,11 +218,11 @@ def import_task_module(recipe: RecipeSchema) -> TaskModule:
     Raises:
         RequestError: the module of another package cannot be imported, or lacks a function.
     """
-    described = f"{recipe.spec.module}, the code of task {recipe.task},"
+    description = f"{recipe.spec.module}, the code of task {recipe.task},"
     try:
         module = import_module(recipe.spec.module)
     except ImportError as error:
-        raise RequestError(f"{described} cannot be imported: {error}") from error
+        raise RequestError(f"{description} cannot be imported: {error}") from error
     if missing := [name for name in ("build", "prepare_once") if not hasattr(module, name)]:
-        raise RequestError(f"{described} lacks {' and '.join(missing)}")
+        raise RequestError(f"{description} lacks {' and '.join(missing)}")
     return cast(TaskModule, module)

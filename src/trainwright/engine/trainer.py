@@ -164,9 +164,9 @@ class Trainer:
             self.events.announce(f"writing the model to {final}", self.progress.step)
             heartbeat.begin_phase("export", self.progress.step)
             with swap_in_averages(self.strategy):
-                unchecked = export(self.task, self.strategy, final, self.progress.step, self._checkpointing.step)
-            if unchecked is not None:
-                self.events.emit(Notice(message=unchecked))
+                notice = export(self.task, self.strategy, final, self.progress.step, self._checkpointing.step)
+            if notice is not None:
+                self.events.emit(Notice(message=notice))
         except NothingSaved as error:
             self._checkpointing.close()
             error.args = (f"{error}; {self._save_weights()}",)
@@ -190,8 +190,8 @@ class Trainer:
     def _save_weights(self) -> str:
         """Write the weights where they fit, as no checkpoint does; return where, in words."""
         step, run = self.progress.step, self.checkpoints.directory.parent
-        others = [Path(copies) / run.name for copies in self.training.recipe.checkpoint.copies if "://" not in copies]
-        for directory in [run, *others]:
+        folders = [Path(copies) / run.name for copies in self.training.recipe.checkpoint.copies if "://" not in copies]
+        for directory in [run, *folders]:
             target = directory / f"weights-step-{step}"
             try:
                 if self.world.is_main:
@@ -280,8 +280,8 @@ class Trainer:
         if step in self.progress.left_out:
             self.progress.step = step
             requests = self.world.gather(self._collect_requests(step))
-            stop, save, written = zip(*requests, strict=True)
-            return _StepResult(any(stop), bool(save[0]), written)
+            stop, save, write_progress = zip(*requests, strict=True)
+            return _StepResult(any(stop), bool(save[0]), write_progress)
         heartbeat.begin_phase("data", step)
         batch = self.task.stream.global_batch(step - 1)
         for policy in self._policies:
@@ -296,11 +296,11 @@ class Trainer:
         self._checkpointing.before_update()
         heartbeat.begin_phase("optimizer", step)
         self.updating()
-        skipped = [
+        decisions = [
             policy.skips(step, gradients) for policy in self._policies
         ]  # every policy is called, as each may count
-        check_skips(step, self._added, skipped[len(skipped) - len(self._added) :], self.world)
-        if any(skipped):
+        check_skips(step, self._added, decisions[len(decisions) - len(self._added) :], self.world)
+        if any(decisions):
             self.strategy.discard_gradients()
         else:
             scale = self._clip_factor(gradients.norm) / self.progress.loss_scale
@@ -321,8 +321,8 @@ class Trainer:
 
     def _compute_learning_rate(self, step: int) -> float:
         """Return the learning rate of a step: the schedule's, and what is left of it on a plateau."""
-        left = max(self.progress.rate, self.training.recipe.optimizer.final_learning_rate_ratio)
-        return self.schedule(step) * (left if self.progress.rate < 1.0 else 1.0)
+        factor = max(self.progress.rate, self.training.recipe.optimizer.final_learning_rate_ratio)
+        return self.schedule(step) * (factor if self.progress.rate < 1.0 else 1.0)
 
     def _rewind(self, fault: RewindRequested) -> None:
         """Go back to the newest checkpoint that verifies and, if asked to, leave out the batch of the step that failed.
@@ -425,7 +425,7 @@ class Trainer:
             self.events.announce(self._mention_compiling("evaluating"), step)
             heartbeat.begin_phase("evaluation", step)
             started_at = time.monotonic()
-            measured = evaluate(
+            measurements = evaluate(
                 self.task,
                 self.strategy,
                 functools.partial(self._halving.evaluation, step),
@@ -434,12 +434,12 @@ class Trainer:
                 step,
                 self.training.recipe.evaluate.main_set,
             )
-            metrics, answers = measured.metrics, self._answers.keep(step, measured)
+            metrics, answers = measurements.metrics, self._answers.keep(step, measurements)
             seconds = time.monotonic() - started_at
             self.events.emit(
-                Evaluate(step=step, metrics=metrics, seconds=seconds, intervals=measured.intervals, answers=answers)
+                Evaluate(step=step, metrics=metrics, seconds=seconds, intervals=measurements.intervals, answers=answers)
             )
-            self._answers.warn(step, measured, answers)
+            self._answers.warn(step, measurements, answers)
             improved = step > 0 and (progress.best_loss is None or metrics["loss"] < progress.best_loss)
             if improved:
                 progress.best_loss, progress.best_step = metrics["loss"], step
@@ -498,10 +498,10 @@ class Trainer:
 
     def _finish(self, status: str, started_at: float, path: Path | None) -> None:
         seconds = time.monotonic() - started_at
-        measured, step = self._measured.summary(), self.progress.step
+        measurements, step = self._measured.summary(), self.progress.step
         heartbeat.begin_phase("finishing", step)
         self.events.announce("finishing the report and the curves", step)
-        self.events.emit(Finish(status=status, step=step, seconds=seconds, path=path, measured=measured))
+        self.events.emit(Finish(status=status, step=step, seconds=seconds, path=path, measured=measurements))
 
 
 DIRECTORY = "evaluations"
@@ -591,7 +591,7 @@ class RunMeasurements:
         """
         if not self._seconds or self._before is None:
             return {}
-        before, waited = self._before
+        before, wait_seconds = self._before
         memory_bytes = max(self._memory_bytes, int(read_peak_memory(self._device)))  # an export reads the model back
         summary: dict[str, float] = {"memory_bytes": memory_bytes}
         if self._device.type != "cpu":
@@ -603,6 +603,7 @@ class RunMeasurements:
             "step_time": tokens / rate if rate else median(seconds),
             "tokens_per_second": rate,
             "steps": max(0, len(self._seconds) - _WARM_UP_STEPS),
-            "in_collectives": (heartbeat.sum_collective_seconds() - waited) / max(time.monotonic() - before.wall, 1e-6),
+            "in_collectives": (heartbeat.sum_collective_seconds() - wait_seconds)
+            / max(time.monotonic() - before.wall, 1e-6),
             **self._process.since(before),
         }

@@ -73,8 +73,8 @@ def answer_all(
     costs = [float(len(batch) * lengths[batch[0]]) for batch in batches]
 
     def work(batch: Sequence[int]) -> list[Answer]:
-        chosen = [prompts[index] for index in batch]
-        return answer_batch(model, tokenizer, chosen, sampling, stop, examples=batch)
+        batch_prompts = [prompts[index] for index in batch]
+        return answer_batch(model, tokenizer, batch_prompts, sampling, stop, examples=batch)
 
     return map_over_ranks(world, batches, costs, work, done, together=settings.together, result=Answer)
 
@@ -89,19 +89,19 @@ def split_into_batches(
     """
     config = model.config.get_text_config()
     element = next(model.parameters()).element_size()
-    fixed = 12 * int(config.vocab_size)  # logits as computed, in fp32, and sorted
+    fixed_bytes = 12 * int(config.vocab_size)  # logits as computed, in fp32, and sorted
     # Keys and values are copied to grow; express the cost of a row in tokens of them.
     token = 2 * compute_cache_bytes(config, element)
     free = min(free for (free,) in world.gather_floats([float(free_bytes(world))])) * _USABLE
-    tokens = max(1, int(free / (token + fixed / max(lengths, default=1))))
+    tokens = max(1, int(free / (token + fixed_bytes / max(lengths, default=1))))
     return batch_by_length(lengths, tokens=tokens, rows=rows or _ROWS[look_up_processor(world.device.type)])
 
 
 def compute_cache_bytes(config: Any, element_bytes: int) -> int:
     """Return the bytes of the keys and values of one token in all layers."""
     layers = list_layer_configs(config)
-    each = int(config.num_hidden_layers) // len(layers)
-    return 2 * each * sum(map(_count_key_channels, layers)) * element_bytes
+    repeats = int(config.num_hidden_layers) // len(layers)
+    return 2 * repeats * sum(map(_count_key_channels, layers)) * element_bytes
 
 
 def _count_key_channels(config: Any) -> int:
@@ -178,9 +178,9 @@ def map_over_ranks(
                 shortage = f"rank {world.rank}: {results.detail}"
         world.check_stop()
     everyone = world.gather((shortage, by_index), *([] if result is None else [result]))
-    if failed := [why for why, _ in everyone if why is not None]:
+    if shortages := [why for why, _ in everyone if why is not None]:
         raise MachineError(
-            f"memory ran out with a single example ({failed[0]}); use fewer processes on this machine, shorter "
+            f"memory ran out with a single example ({shortages[0]}); use fewer processes on this machine, shorter "
             "examples or answers, or a device with more memory"
         )
     results_of_all = {index: result for _, part in everyone for index, result in part.items()}

@@ -75,20 +75,20 @@ def find_model(
     path = expand_user_path(model)
     if is_checkpoint(path):
         _refuse_choice(checkpoint, f"{path} is a checkpoint")
-        unloaded = _build_from_checkpoint(_verify_checkpoint(path))
+        unloaded_model = _build_from_checkpoint(_verify_checkpoint(path))
     elif (path / _RECIPE).is_file():
-        unloaded = _find_in_run(path, checkpoint)
+        unloaded_model = _find_in_run(path, checkpoint)
     else:
         _refuse_choice(checkpoint, f"{model} is not a run")
-        unloaded = (
+        unloaded_model = (
             _build_from_adapter(path) if (path / _ADAPTER).is_file() else UnloadedModel(model, _build_section(model))
         )
-    if of_texts and unloaded.recipe is not None and not unloaded.recipe.has_texts:
+    if of_texts and unloaded_model.recipe is not None and not unloaded_model.recipe.has_texts:
         raise RequestError(
-            f"{model}: is of a run of {unloaded.recipe.task}, which acts in an environment and reads no texts; "
+            f"{model}: is of a run of {unloaded_model.recipe.task}, which acts in an environment and reads no texts; "
             f"see how it acts with: trainwright eval {quote_word(model)}"
         )
-    return unloaded if adapter is None else _add_adapter(unloaded, adapter)
+    return unloaded_model if adapter is None else _add_adapter(unloaded_model, adapter)
 
 
 def _build_section(model: str) -> ModelSection:
@@ -123,9 +123,9 @@ def _find_in_run(run: Path, checkpoint: str | None) -> UnloadedModel:
         raise RequestError(
             f"--checkpoint {checkpoint}: choose from final, best, newest or a step; {_describe_steps(steps)}"
         )
-    newest, refused = checkpoints.find_latest()
+    newest, errors = checkpoints.find_latest()
     if newest is None:
-        why = f": {'; '.join(map(str, refused))}" if refused else ""
+        why = f": {'; '.join(map(str, errors))}" if errors else ""
         raise RequestError(f"{run} has no {_FINAL}/ and no checkpoint that can be read{why}")
     progress = newest.state.get("progress")
     best = progress.get("best_step") if isinstance(progress, dict) else None
@@ -175,22 +175,22 @@ def _read_base_section(path: Path) -> ModelSection:
     """Return the model that an adapter was trained on, from the adapter's own settings."""
     from trainwright.models.adapters.files import BaseModel
 
-    recorded = BaseModel.read(path)
-    name = recorded.name if recorded is not None else _read_object(path / _ADAPTER).get("base_model_name_or_path")
-    other = "pass the base model, and the adapter with --adapter"
+    base = BaseModel.read(path)
+    name = base.name if base is not None else _read_object(path / _ADAPTER).get("base_model_name_or_path")
+    hint = "pass the base model, and the adapter with --adapter"
     if not isinstance(name, str) or not name:
-        raise RequestError(f"{path}/{_ADAPTER} does not name its base model; {other}")
-    if recorded is not None and recorded.is_fresh and not expand_user_path(name).exists():
+        raise RequestError(f"{path}/{_ADAPTER} does not name its base model; {hint}")
+    if base is not None and base.is_fresh and not expand_user_path(name).exists():
         raise RequestError(
             f"{path} is an adapter of a randomly initialized model ({name}); pass the run, which can recreate the model"
         )
     if Path(name).is_absolute() and not Path(name).exists():
-        details = "" if recorded is None else f" ({recorded.details})"
-        raise RequestError(f"{path} is an adapter of {name}{details}, which was not found; {other}")
-    if recorded is None:
+        details = "" if base is None else f" ({base.details})"
+        raise RequestError(f"{path} is an adapter of {name}{details}, which was not found; {hint}")
+    if base is None:
         return ModelSection(name=name)
-    added = AddedTokensSection.model_validate(recorded.added_tokens or {})
-    return ModelSection(name=name, gguf_file=recorded.gguf_file, overrides=recorded.overrides, added_tokens=added)
+    added_tokens = AddedTokensSection.model_validate(base.added_tokens or {})
+    return ModelSection(name=name, gguf_file=base.gguf_file, overrides=base.overrides, added_tokens=added_tokens)
 
 
 def _read_object(file: Path) -> dict[str, Any]:
@@ -216,9 +216,9 @@ def _set_adapter(section: ModelSection, directory: Path) -> ModelSection:
     """
     from trainwright.models.adapters.files import SavedAdapter
 
-    saved = SavedAdapter.open(str(directory))
+    saved_adapter = SavedAdapter.open(str(directory))
     keep = {key: getattr(section.adapter, key) for key in ("quantization", "double_quantization", "quantize_experts")}
-    values = section.model_dump() | {"adapter": {**keep, "type": saved.type, "start_from": str(directory)}}
+    values = section.model_dump() | {"adapter": {**keep, "type": saved_adapter.type, "start_from": str(directory)}}
     if section.config is None and any((directory / file).exists() for file in TOKENIZER_FILES):
         values |= {"tokenizer": str(directory), "chat_template": None}
     return ModelSection.model_validate(values)

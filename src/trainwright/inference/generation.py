@@ -133,22 +133,22 @@ def _write(
             extra["attention_mask"] = mask
         output = model(input_ids=inputs, use_cache=True, **extra)
         tokens = choose(output.logits[:, -1].float(), step, [row.number for row in rows])
-        chosen = tokens.tolist()
+        next_ids = tokens.tolist()
         heartbeat.report_progress()
         if on_token is not None:
-            for row, token in zip(rows, chosen, strict=True):
+            for row, token in zip(rows, next_ids, strict=True):
                 if token not in stop.tokens:
                     on_token(row.number, token)
-        going = [i for i, row in enumerate(rows) if row.add(chosen[i], tokenizer, stop)]
+        going = [i for i, row in enumerate(rows) if row.add(next_ids[i], tokenizer, stop)]
         if going and len(going) < len(rows):
-            unfinished = torch.tensor(going, device=tokens.device)
+            indices = torch.tensor(going, device=tokens.device)
             if cache is not None:
-                cache.reorder_cache(unfinished)
+                cache.reorder_cache(indices)
             inputs, tokens, mask, positions = (
-                inputs[unfinished],
-                tokens[unfinished],
-                mask[unfinished],
-                positions[unfinished],
+                inputs[indices],
+                tokens[indices],
+                mask[indices],
+                positions[indices],
             )
         rows = [rows[i] for i in going]
         inputs = tokens[:, None] if cache is not None else torch.cat([inputs, tokens[:, None]], dim=1)
@@ -214,10 +214,10 @@ class Sampler:
         logits = logits.double() / self._sampling.temperature
         if self._sampling.top_p >= 1 and self._sampling.top_k is None:
             return _sample_tokens(logits.softmax(-1), draws)
-        ordered, tokens = logits.sort(dim=-1, descending=True, stable=True)
+        sorted_logits, tokens = logits.sort(dim=-1, descending=True, stable=True)
         if self._sampling.top_k is not None:
-            ordered, tokens = ordered[:, : self._sampling.top_k], tokens[:, : self._sampling.top_k]
-        probabilities = ordered.softmax(-1)
+            sorted_logits, tokens = sorted_logits[:, : self._sampling.top_k], tokens[:, : self._sampling.top_k]
+        probabilities = sorted_logits.softmax(-1)
         before = probabilities.cumsum(-1) - probabilities
         nucleus = probabilities.masked_fill(before >= self._sampling.top_p, 0.0)
         return tokens.gather(1, _sample_tokens(nucleus, draws)[:, None])[:, 0]

@@ -81,23 +81,23 @@ def check_fits(unloaded: UnloadedModel, dtype: torch.dtype, machine: Machine, pr
         count = count_parameters(load_config(unloaded.section))
         directory = resolve(unloaded.section, weights=False).directory
         if directory is not None and unloaded.section.gguf_file is None:
-            stored = sum(count_stored_weights(directory).values())
-            if count > 2 * stored:
+            elements = sum(count_stored_weights(directory).values())
+            if count > 2 * elements:
                 raise RequestError(
-                    f"model.name: {directory} has weights of {stored:,} numbers, and its config.json is that of a "
+                    f"model.name: {directory} has weights of {elements:,} numbers, and its config.json is that of a "
                     f"model of {count:,}; download the model again"
                 )
-    needed = count * dtype.itemsize
+    size = count * dtype.itemsize
     if machine.gpus:
-        memory, where = min(gpu.memory_bytes for gpu in machine.gpus), "one GPU"
+        memory, place = min(gpu.memory_bytes for gpu in machine.gpus), "one GPU"
     else:
-        memory, where = machine.memory_bytes // processes, f"a process's share of this machine, one of {processes},"
-    if needed > memory * _USABLE:
+        memory, place = machine.memory_bytes // processes, f"a process's share of this machine, one of {processes},"
+    if size > memory * _USABLE:
         fix = "use --dtype bf16, or a device with more memory"
         if not machine.gpus and processes > 1:
             fix = "use fewer processes (--num-processes)"
         raise MachineError(
-            f"{unloaded.origin} has {needed / 2**30:,.1f} GiB of weights, and {where} has {memory / 2**30:,.1f} GiB: "
+            f"{unloaded.origin} has {size / 2**30:,.1f} GiB of weights, and {place} has {memory / 2**30:,.1f} GiB: "
             f"every process holds a full copy; {fix}"
         )
 

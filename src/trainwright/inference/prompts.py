@@ -62,12 +62,12 @@ def read_questions(source: str, key: str) -> Questions:
     lines = path.suffix.lower() == ".txt" and path.is_file()
     questions = Questions([], [], [], [])
     for location, row in _iterate_prompts(path) if lines else iterate_source(source, key=key):
-        filled = {name: value for name, value in row.items() if value is not None}
+        filled_row = {name: value for name, value in row.items() if value is not None}
         try:
-            questions.questions.append(_build_question(filled))
+            questions.questions.append(_build_question(filled_row))
         except RequestError as error:
             raise RequestError(f"{key}: {location}: {error}") from None
-        questions.rows.append(filled)
+        questions.rows.append(filled_row)
         questions.locations.append(location)
     questions.notes.extend([] if lines else list_source_notes(source, key))
     if not questions.rows:

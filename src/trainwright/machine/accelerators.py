@@ -124,8 +124,8 @@ def explain_unusable(
 def read_installed_build() -> Build:
     """Return the build of the installed torch, read from its file: importing it takes a second."""
     spec = find_spec("torch")
-    places = list(spec.submodule_search_locations or []) if spec is not None else []
-    text = read_text(Path(places[0]) / "version.py") if places else ""
+    directories = list(spec.submodule_search_locations or []) if spec is not None else []
+    text = read_text(Path(directories[0]) / "version.py") if directories else ""
 
     def value(name: str) -> str | None:
         match = re.search(rf"^{name}\b[^=\n]*=\s*'([^']*)'", text, re.MULTILINE)
@@ -153,14 +153,14 @@ def ask_nvml(pynvml: Any) -> Nvml:
 
 
 def _explain_nvidia(chosen: int, nvml: Nvml, build: Build, root: Path, visible: str | None) -> Iterator[str]:
-    there = nvml.count or _count_nvidia_gpus(root)
-    if not there:
+    count = nvml.count or _count_nvidia_gpus(root)
+    if not count:
         return
-    gpus = f"{there} NVIDIA GPU{'s' * (there > 1)}"
+    gpus = f"{count} NVIDIA GPU{'s' * (count > 1)}"
     if nvml.count == 0:
         why = nvml.error or "it finds none"
         yield (
-            f"there {'are' if there > 1 else 'is'} {gpus} that NVIDIA's driver does not give to this process (NVML: "
+            f"there {'are' if count > 1 else 'is'} {gpus} that NVIDIA's driver does not give to this process (NVML: "
             f"{why}): load or install the driver, or start the container with its GPUs, as docker run --gpus all"
         )
         return
@@ -180,7 +180,7 @@ def _explain_nvidia(chosen: int, nvml: Nvml, build: Build, root: Path, visible: 
         which = ", ".join(map(str, nvml.mig))
         yield f"GPU {which} is split by MIG, and a process can use only one slice; {_suggest_fix()}"
     if build.cuda is None:
-        yield _describe_other_build(there, gpus, build, "CUDA")
+        yield _describe_other_build(count, gpus, build, "CUDA")
     elif nvml.driver_cuda is not None and nvml.driver_cuda < int(build.cuda.partition(".")[0]):
         yield (
             f"the NVIDIA driver runs CUDA {nvml.driver_cuda}, and torch {build.version} needs CUDA {build.cuda}: "
@@ -238,7 +238,7 @@ def _explain_other_vendors(build: Build, unlisted: str | None, root: Path) -> It
             yield _describe_other_build(count, gpus, build, software)
     for number, name in _OTHERS.items():
         if count := sum(
-            other == number and kind.startswith(_ACCELERATOR) for _, other, kind in _list_pci_devices(root)
+            vendor == number and kind.startswith(_ACCELERATOR) for _, vendor, kind in _list_pci_devices(root)
         ):
             devices.append(f"{count} {name}")
     if neuron := _count_entries(root / "dev", r"neuron\d+"):

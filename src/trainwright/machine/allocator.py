@@ -36,14 +36,14 @@ class ResidentMemory:
             The bytes that were resident before.
         """
         resident = self._resident()
-        if resident <= self._enough or (used := _read_bytes_in_use()) is None:
+        if resident <= self._enough or (usage := _read_bytes_in_use()) is None:
             return resident
-        self._most = max(self._most, used)
-        kept = compute_kept_limit(self._most)
-        if self._others is None or resident - self._others > self._most + kept:
+        self._most = max(self._most, usage)
+        reserve = compute_kept_limit(self._most)
+        if self._others is None or resident - self._others > self._most + reserve:
             return_freed_memory()
-            self._others = self._resident() - used
-        self._enough = self._others + self._most + kept
+            self._others = self._resident() - usage
+        self._enough = self._others + self._most + reserve
         return resident
 
     def _resident(self) -> int:

@@ -87,8 +87,8 @@ def find_card(name: str) -> Card:
     """
     if (card := look_up_card(name)) is not None:
         return card
-    if (limited := _LIMITED.match(name)) is not None:
-        return _limit_power(find_card(limited["card"]), int(limited["watts"]))
+    if (match := _LIMITED.match(name)) is not None:
+        return _limit_power(find_card(match["card"]), int(match["watts"]))
     key = _normalize_name(name)
     if (choices := _read_ambiguous().get(key)) is not None:
         raise RequestError(f"{name}: ambiguous; choose {_join_names(choices)}")

@@ -19,7 +19,7 @@ def read_memory_limit(root: Path = Path("/")) -> int | None:
 
 def read_free_memory(root: Path = Path("/")) -> int | None:
     """Return the unused bytes of the limits; cached file pages count as unused, as they are freed on demand."""
-    return min((max(0, limit - used) for limit, used in _iterate_memory_limits(root)), default=None)
+    return min((max(0, limit - usage) for limit, usage in _iterate_memory_limits(root)), default=None)
 
 
 def read_cpu_limit(root: Path = Path("/")) -> float | None:
@@ -85,13 +85,13 @@ def _iterate_memory_limits(root: Path) -> Iterator[tuple[int, int]]:
         limit = read_text(group / ("memory.max" if version == 2 else "memory.limit_in_bytes")).strip()
         if not limit.isdigit() or int(limit) >= _NO_LIMIT:
             continue
-        used = read_text(group / ("memory.current" if version == 2 else "memory.usage_in_bytes")).strip()
+        usage = read_text(group / ("memory.current" if version == 2 else "memory.usage_in_bytes")).strip()
         prefix = "" if version == 2 else "total_"
         statistics = dict(
             pair for line in read_text(group / "memory.stat").splitlines() if len(pair := line.split()) == 2
         )
         files = sum(int(statistics.get(f"{prefix}{name}_file", 0)) for name in ("inactive", "active"))
-        yield int(limit), max(0, int(used) - files) if used.isdigit() else 0
+        yield int(limit), max(0, int(usage) - files) if usage.isdigit() else 0
 
 
 def read_text(path: Path) -> str:

@@ -125,10 +125,10 @@ def _read_machine_counters(proc: Path) -> Iterator[tuple[str, float]]:
         total = some.rpartition("total=")[2]
         if some.startswith("some ") and total.isdigit():
             yield f"pressure_{kind}", int(total) / 1e6
-    swapped = _parse_numbers(read_text(proc / "vmstat"), ("pswpin", "pswpout"))
+    swap_pages = _parse_numbers(read_text(proc / "vmstat"), ("pswpin", "pswpout"))
     for name, ours in (("pswpin", "swap_in"), ("pswpout", "swap_out")):
-        if name in swapped:
-            yield ours, swapped[name] * os.sysconf("SC_PAGE_SIZE")
+        if name in swap_pages:
+            yield ours, swap_pages[name] * os.sysconf("SC_PAGE_SIZE")
 
 
 def _read_process_counters(proc: Path) -> Iterator[tuple[str, float]]:
@@ -136,10 +136,10 @@ def _read_process_counters(proc: Path) -> Iterator[tuple[str, float]]:
         yield "own", _compute_seconds(fields)
         yield "faults", int(fields[_PAGE_FAULTS])
         yield "disk", int(fields[_DISK]) / _read_ticks_per_second()
-    scheduled = read_text(proc / "self/schedstat").split()
-    if len(scheduled) > 1:
-        yield "ran", int(scheduled[0]) / 1e9
-        yield "queued", int(scheduled[1]) / 1e9
+    numbers = read_text(proc / "self/schedstat").split()
+    if len(numbers) > 1:
+        yield "ran", int(numbers[0]) / 1e9
+        yield "queued", int(numbers[1]) / 1e9
     bytes_ = _parse_numbers(read_text(proc / "self/io"), ("read_bytes:", "write_bytes:"))
     for name, ours in (("read_bytes:", "read"), ("write_bytes:", "written")):
         if name in bytes_:
@@ -194,10 +194,13 @@ def _read_heat(root: Path) -> Iterator[tuple[str, tuple[int, float]]]:
     for core in list_core_directories(root):
         for unit in ("core", "package"):
             file = f"{core}/thermal_throttle/{unit}_throttle"
-            count, taken = read_text(Path(f"{file}_count")).strip(), read_text(Path(f"{file}_total_time_ms")).strip()
+            count, milliseconds = (
+                read_text(Path(f"{file}_count")).strip(),
+                read_text(Path(f"{file}_total_time_ms")).strip(),
+            )
             if not count.isdigit():
                 return  # it is counted for all or for none
-            yield f"{core.name} {unit}", (int(count), int(taken) / 1e3 if taken.isdigit() else 0.0)
+            yield f"{core.name} {unit}", (int(count), int(milliseconds) / 1e3 if milliseconds.isdigit() else 0.0)
 
 
 def read_clocks(root: Path = Path("/")) -> Iterator[tuple[str, float]]:
@@ -225,8 +228,8 @@ def list_core_directories(root: Path) -> tuple[Path, ...]:
         return ()
     every.sort(key=lambda file: int(file.name[3:]))
     if root == Path("/") and hasattr(os, "sched_getaffinity"):
-        allowed = os.sched_getaffinity(0)
-        every = [file for file in every if int(file.name[3:]) in allowed]
+        affinity = os.sched_getaffinity(0)
+        every = [file for file in every if int(file.name[3:]) in affinity]
     return tuple(every[:: max(1, -(-len(every) // _MOST_CORES))])
 
 
@@ -342,13 +345,13 @@ def find_low_clock(state: Mapping[str, Any]) -> tuple[float, str] | None:
     Args:
         state: see `read_gpu_state`.
     """
-    now, highest, limited = state.get("clock"), state.get("highest_clock"), state.get("limited")
-    if not now or not highest or limited == []:  # one that is idle lowers its clock by itself
+    now, highest, limits = state.get("clock"), state.get("highest_clock"), state.get("limited")
+    if not now or not highest or limits == []:  # one that is idle lowers its clock by itself
         return None
-    is_fault = any(REASONS[bit] in (limited or ()) for bit in (POWER_BRAKE, HARDWARE, HEAT, HARDWARE_HEAT))
+    is_fault = any(REASONS[bit] in (limits or ()) for bit in (POWER_BRAKE, HARDWARE, HEAT, HARDWARE_HEAT))
     if now >= (_CLOCK_OF_FAULT if is_fault else _LOW_CLOCK) * highest:
         return None
-    why = f", limited by {' and '.join(limited)}" if limited else ""
+    why = f", limited by {' and '.join(limits)}" if limits else ""
     heat = f", at {state['temperature']} °C" if "temperature" in state else ""
     return 1 - now / highest, f"the process's GPU runs at {now} of {highest} MHz{why}{heat}"
 

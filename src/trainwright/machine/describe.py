@@ -250,9 +250,9 @@ def _choose_node_link(card: Card, devices: int) -> Link:
 
 def _choose_card(gpu: Gpu, assumptions: list[str]) -> Card:
     host_link = gpu.host_link or build_pcie_link(3)
-    known = look_up_gpu_card(gpu.name, gpu.memory_bytes)
-    if known is not None:
-        return replace(known, memory_bytes=gpu.memory_bytes, host_link=host_link)
+    catalog_card = look_up_gpu_card(gpu.name, gpu.memory_bytes)
+    if catalog_card is not None:
+        return replace(catalog_card, memory_bytes=gpu.memory_bytes, host_link=host_link)
     like = min(
         (card for card in list_cards() if card.vendor == gpu.vendor and not card.planned_only),
         key=lambda card: (
@@ -340,12 +340,12 @@ def read_machine(file: Path) -> Written:
     values = {key: value for key, value in content.items() if key not in (*_DERIVED, *_MEASURED, _DETECTED)}
     cluster = _parse_cluster(values, file)
     _refuse(file, _check_numbers(cluster))
-    derived: Mapping[str, Any] = {"devices": cluster.devices, "device": cluster.device}
+    derived_values: Mapping[str, Any] = {"devices": cluster.devices, "device": cluster.device}
     _refuse(
         file,
         (
             f"{key}: {content[key]!r} contradicts the other keys, which make it {expected!r}"
-            for key, expected in derived.items()
+            for key, expected in derived_values.items()
             if content.get(key, expected) != expected
         ),
     )
@@ -389,8 +389,8 @@ def read_machine_file(file: Path) -> Machine:
         if getattr(machine, key) < 1:
             raise RequestError(f"{VARIABLE}: {file}: machine.{key}: expected at least 1, not {getattr(machine, key)}")
     if not (math.isfinite(machine.processor.clock) and machine.processor.clock > 0):
-        expected = f"expected a finite number above 0, not {machine.processor.clock}"
-        raise RequestError(f"{VARIABLE}: {file}: machine.processor.clock: {expected}")
+        requirement = f"expected a finite number above 0, not {machine.processor.clock}"
+        raise RequestError(f"{VARIABLE}: {file}: machine.processor.clock: {requirement}")
     return replace(machine, described_by=str(file), is_here=False)
 
 

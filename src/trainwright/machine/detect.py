@@ -38,9 +38,9 @@ def detect() -> Machine:
 def _inspect() -> Machine:
     memory_bytes = _read_memory_bytes()
     gpus, nvml = _list_nvidia_gpus()
-    build, unlisted = read_installed_build(), None
+    build, listing_error = read_installed_build(), None
     if not gpus and not _are_hidden() and (vendor := find_other_vendor(build)) is not None:
-        gpus, unlisted = list_torch_gpus(vendor)
+        gpus, listing_error = list_torch_gpus(vendor)
     return Machine(
         hostname=platform.node(),
         cpu_name=_read_cpu_name(),
@@ -50,7 +50,7 @@ def _inspect() -> Machine:
         memory_free_bytes=_read_free_memory_bytes(memory_bytes),
         disk_free_bytes=shutil.disk_usage(".").free,
         processor=detect_processor(),
-        unusable=explain_unusable(len(gpus), nvml, build, unlisted=unlisted),
+        unusable=explain_unusable(len(gpus), nvml, build, unlisted=listing_error),
         is_here=True,
     )
 
@@ -116,14 +116,14 @@ _LIST_SECONDS = 120.0
 def list_torch_gpus(vendor: Vendor) -> tuple[tuple[Gpu, ...], str | None]:
     """Return the GPUs that the installed torch lists, all of one vendor other than NVIDIA, and why there are none."""
     try:
-        ended = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-P", "-c", _LIST], capture_output=True, text=True, errors="replace", timeout=_LIST_SECONDS
         )
     except subprocess.TimeoutExpired:
         return (), f"it did not answer within {_LIST_SECONDS:.0f} s"
-    if ended.returncode:
-        return (), next((line for line in reversed(ended.stderr.splitlines()) if line.strip()), "it ended").strip()
-    return parse_gpu_rows(vendor, json.loads(ended.stdout.splitlines()[-1])), None
+    if result.returncode:
+        return (), next((line for line in reversed(result.stderr.splitlines()) if line.strip()), "it ended").strip()
+    return parse_gpu_rows(vendor, json.loads(result.stdout.splitlines()[-1])), None
 
 
 def parse_gpu_rows(vendor: Vendor, rows: list[dict[str, Any]]) -> tuple[Gpu, ...]:

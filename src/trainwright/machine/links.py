@@ -85,15 +85,15 @@ def detect_links(handles: Sequence[Any], index: int) -> tuple[Link, Link]:
     """
     import pynvml
 
-    handle, others = handles[index], [other for i, other in enumerate(handles) if i != index]
+    handle, peers = handles[index], [peer for i, peer in enumerate(handles) if i != index]
     slot = _read_slot(handle)
-    joined = sum(_can_reach(handle, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) for other in others)
-    lines = sum(_is_active(handle, line) for line in range(_MOST_NVLINKS)) if joined else 0
+    nvlink_count = sum(_can_reach(handle, peer, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) for peer in peers)
+    lines = sum(_is_active(handle, line) for line in range(_MOST_NVLINKS)) if nvlink_count else 0
     generation = _NVLINK_GENERATION.get(pynvml.nvmlDeviceGetCudaComputeCapability(handle)[0])
     if lines and generation:
-        return build_fabric_link("nvlink", generation, lines * _NVLINK_EACH[generation], joined + 1), slot
+        return build_fabric_link("nvlink", generation, lines * _NVLINK_EACH[generation], nvlink_count + 1), slot
     # A plain 0: pynvml's NVML_P2P_CAPS_INDEX_READ is a tuple by mistake.
-    direct = bool(others) and all(_can_reach(handle, other, 0) for other in others)
+    direct = bool(peers) and all(_can_reach(handle, peer, 0) for peer in peers)
     return Link("pcie", slot.bandwidth, slot.latency, slot.generation, direct=direct), slot
 
 

@@ -274,9 +274,9 @@ def _publish_directory(scratch: Path, directory: Path, find: Callable[[], _Found
             return existing
         if not os.path.lexists(directory):
             raise
-        damaged = directory.with_name(f"{_build_prefix(directory)}{os.urandom(4).hex()}")
-        directory.rename(damaged)
-        shutil.rmtree(damaged, ignore_errors=True)  # before the rename, after which nobody looks for what is left
+        trash = directory.with_name(f"{_build_prefix(directory)}{os.urandom(4).hex()}")
+        directory.rename(trash)
+        shutil.rmtree(trash, ignore_errors=True)  # before the rename, after which nobody looks for what is left
         scratch.rename(directory)
     existing = retry_stale(find)
     if existing is None:

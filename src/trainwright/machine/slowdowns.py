@@ -56,8 +56,10 @@ def find_causes(
         causes.append(Slowdown("threads", 1 - usage["threads"] / planned_threads, f"{fewer}: {why}"))
     if not sleeps and "asleep" in usage:
         # What the hypervisor takes from a running process looks like sleep.
-        explained = usage.get("stolen", 0.0) + sum(cause.share for cause in causes if cause.kind in ("disk", "memory"))
-        if (still := usage["asleep"] - elsewhere - explained) >= ASLEEP:
+        explained_share = usage.get("stolen", 0.0) + sum(
+            cause.share for cause in causes if cause.kind in ("disk", "memory")
+        )
+        if (still := usage["asleep"] - elsewhere - explained_share) >= ASLEEP:
             words = f"the process did not run for {still:.0%} of the time: it was stopped, or waited for a device"
             causes.append(Slowdown("stopped", still, words))
     return sorted(causes, key=lambda cause: -cause.share)
@@ -69,32 +71,32 @@ def describe_causes(causes: Sequence[Slowdown]) -> str:
 
 
 def _find_core_causes(usage: Mapping[str, float]) -> Iterator[Slowdown]:
-    throttled, waited, stolen = (usage.get(name, 0.0) for name in ("throttled", "waited", "stolen"))
-    waited *= 1 - usage.get("asleep", 0.0)  # of the whole time, not only of that in which it had work
-    if throttled >= QUOTA:
+    throttling, waiting, stolen = (usage.get(name, 0.0) for name in ("throttled", "waited", "stolen"))
+    waiting *= 1 - usage.get("asleep", 0.0)  # of the whole time, not only of that in which it had work
+    if throttling >= QUOTA:
         words = (
-            f"the container's limit on CPU time stopped the process in {throttled:.0%} of its periods: it may use "
+            f"the container's limit on CPU time stopped the process in {throttling:.0%} of its periods: it may use "
             "fewer cores than it sees"
         )
-        yield Slowdown("quota", throttled, words)
+        yield Slowdown("quota", throttling, words)
     if stolen >= STOLEN:
         words = f"the host of this virtual machine gave {stolen:.0%} of its CPU time to others"
         yield Slowdown("hypervisor", stolen, words)
-    if waited >= WAITED:
-        yield from _find_load_causes(usage, waited, throttled >= QUOTA)
+    if waiting >= WAITED:
+        yield from _find_load_causes(usage, waiting, throttling >= QUOTA)
 
 
 def _find_load_causes(usage: Mapping[str, float], waited: float, quota: bool) -> Iterator[Slowdown]:
     """Yield who used the cores for which the process waited."""
-    others = usage.get("other_cores")
+    other_cores = usage.get("other_cores")
     processes, threads, cores = (int(usage.get(name, 0)) for name in ("processes", "threads", "cores"))
     excess = max(0, processes * threads - cores) if cores else 0
-    foreign = others >= _OTHER_CORES if others is not None else not excess
-    part = 1.0 if not excess else (others or 0.0) / ((others or 0.0) + excess)
+    foreign = other_cores >= _OTHER_CORES if other_cores is not None else not excess
+    part = 1.0 if not excess else (other_cores or 0.0) / ((other_cores or 0.0) + excess)
     for_a_core = f"the process waited for a core {waited:.0%} of the time"
     if foreign:
-        used = "" if others is None else f", {others:.1f} cores on average"
-        yield Slowdown("load", waited * part, f"{for_a_core}: other programs use this machine{used}")
+        detail = "" if other_cores is None else f", {other_cores:.1f} cores on average"
+        yield Slowdown("load", waited * part, f"{for_a_core}: other programs use this machine{detail}")
     if excess:
         shortage = (
             f"{format_plural(processes, 'process', 'processes')} of {format_plural(threads, 'thread')} share "
@@ -109,13 +111,13 @@ def _find_load_causes(usage: Mapping[str, float], waited: float, quota: bool) ->
 def _find_disk_causes(usage: Mapping[str, float], elsewhere: float) -> Iterator[Slowdown]:
     asleep = max(0.0, usage["asleep"] - elsewhere) if "asleep" in usage else 1.0
     disk = min(usage.get("disk", 0.0), asleep)
-    pages, swapped = usage.get("faults", 0.0), usage.get("swap_in", 0.0)
+    pages, swap_rate = usage.get("faults", 0.0), usage.get("swap_in", 0.0)
     if pages >= _PAGES:
-        stalled = max(usage.get("pressure_memory", 0.0), disk if swapped else 0.0, pages * _PAGE_SECONDS)
-        if (share := min(stalled, asleep)) >= MEMORY:
+        stall = max(usage.get("pressure_memory", 0.0), disk if swap_rate else 0.0, pages * _PAGE_SECONDS)
+        if (share := min(stall, asleep)) >= MEMORY:
             read_again = f"{pages:.0f} pages per second were read from disk"
-            if swapped:
-                read_again += f", {format_bytes(round(swapped))} per second from swap"
+            if swap_rate:
+                read_again += f", {format_bytes(round(swap_rate))} per second from swap"
             yield Slowdown("memory", share, f"memory is low: {read_again}")
             disk = disk - share  # the same waiting
     if disk >= DISK:

@@ -92,7 +92,7 @@ def format_figures(samples: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """
     gpus = [gpu for sample in samples if isinstance(gpu := sample.get("gpu"), Mapping)]
     total = max(_select_values(gpus, "total_memory"), default=0.0) / 2**30
-    shown = {
+    columns = {
         "use": ("used", "gpu ", 100, "%") if gpus else ("cpu", "cpu ", 100, "%"),
         "memory": ("memory", "", 2**-30, f"/{total:.0f} GiB" if total else " GiB"),
         "power": ("power", "", 1, " W"),
@@ -100,7 +100,7 @@ def format_figures(samples: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     }
     return {
         name: f"{label}{_format_range([scale * value for value in values])}{unit}"
-        for name, (field, label, scale, unit) in shown.items()
+        for name, (field, label, scale, unit) in columns.items()
         if (values := _select_values(gpus or samples, field))
     }
 
@@ -120,8 +120,8 @@ def measure_process_age(pid: int | None = None) -> float:
     try:
         text = Path(f"/proc/{pid or 'self'}/stat").read_text(encoding="ascii", errors="replace")
         fields = text.rpartition(")")[2].split()
-        created = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the machine started (proc_pid_stat(5))
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - created)
+        creation_time = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # since the machine started (proc_pid_stat(5))
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - creation_time)
     except (OSError, AttributeError):  # not Linux; there, psutil rounds no time to whole seconds
         return max(0.0, time.time() - psutil.Process(pid).create_time())
 

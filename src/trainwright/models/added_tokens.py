@@ -93,8 +93,8 @@ def _write(directory: Path, path: Path, rows: int) -> None:
         try:
             model.resize_token_embeddings(rows, mean_resizing=False)
         except (NotImplementedError, TypeError, ValueError, AttributeError) as error:
-            what = f"the embeddings of {directory} cannot be resized ({error})"
-            raise RequestError(f"model.added_tokens: {what}") from error
+            problem = f"the embeddings of {directory} cannot be resized ({error})"
+            raise RequestError(f"model.added_tokens: {problem}") from error
         torch.default_generator.manual_seed(0)
         for part, old in zip(_list_ends(model), before, strict=True):
             part.weight.data[len(old) :] = sample_new_rows(old, rows - len(old)).to(old.dtype)
@@ -119,8 +119,8 @@ def sample_new_rows(old: torch.Tensor, count: int) -> torch.Tensor:
 
     values = old.double()
     mean = values.mean(0)
-    centered = values - mean
-    factor, problem = torch.linalg.cholesky_ex(1e-9 * (centered.T @ centered) / len(old))
+    deviations = values - mean
+    factor, problem = torch.linalg.cholesky_ex(1e-9 * (deviations.T @ deviations) / len(old))
     rows = mean.repeat(count, 1)
     if len(old) > old.shape[1] and not problem:
         rows = rows + torch.randn(count, old.shape[1]).double() @ factor.T

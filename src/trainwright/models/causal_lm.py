@@ -119,8 +119,8 @@ class CausalLM(nn.Module):
             return self.compute_token_losses(batch)
         head, balance = self._computed(batch)
         if statistics:
-            each, correct = compute_token_statistics(head, batch.targets)
-            return torch.stack([each.sum(dtype=torch.float64), correct.sum().double()])
+            target_losses, correct = compute_token_statistics(head, batch.targets)
+            return torch.stack([target_losses.sum(dtype=torch.float64), correct.sum().double()])
         if weights is not None:
             loss = linear_cross_entropy(head, batch.targets, target_weights=weights(head))
         elif objective is None:
@@ -152,9 +152,9 @@ class CausalLM(nn.Module):
         # Without a head, a module of one's own computes the logits itself.
         shared = nullcontext(lambda: None) if head is None else share_gradient(self.model.get_input_embeddings(), head)
         with shared as head_weight:
-            padded = pad_batch(batch) if needs_padding(like) else batch
-            with self._add_noise(padded):
-                hidden, balance = self._compute_hidden(padded)
+            input_batch = pad_batch(batch) if needs_padding(like) else batch
+            with self._add_noise(input_batch):
+                hidden, balance = self._compute_hidden(input_batch)
                 hidden = hidden[:, : batch.input_ids.shape[1]]
         hidden = hidden.reshape(-1, hidden.shape[-1])
         if len(batch.target_index) < len(hidden):  # otherwise all positions are used, in order
@@ -237,8 +237,8 @@ def _add_lora_to_head(head: Any, weight: torch.Tensor | None) -> torch.Tensor | 
     if weight is None or not isinstance(scales, dict) or head.disable_adapters:
         return weight
     for name in head.active_adapters:
-        added = scales[name] * (head.lora_B[name].weight @ head.lora_A[name].weight)
-        weight = weight + added.to(weight.dtype)
+        delta = scales[name] * (head.lora_B[name].weight @ head.lora_A[name].weight)
+        weight = weight + delta.to(weight.dtype)
     return weight
 
 
@@ -258,8 +258,8 @@ def evaluate_objective(head: Head, targets: torch.Tensor, objective: Objective, 
     holding the logits of more than a chunk. The second run gives the gradient; the value is that of the objective.
     """
     value, weights = _compute_slopes(objective, compute_token_statistics(head, targets)[0], batch)
-    weighted = linear_cross_entropy(head, targets, target_weights=weights)
-    return value + (weighted - weighted.detach())
+    weighted_loss = linear_cross_entropy(head, targets, target_weights=weights)
+    return value + (weighted_loss - weighted_loss.detach())
 
 
 @torch.enable_grad()
@@ -345,8 +345,8 @@ def _compute_plain_losses(model: PreTrainedModel, sequence: Batch) -> torch.Tens
         logits = model(input_ids=sequence.input_ids, use_cache=False).logits[0]
     finally:
         model.set_attn_implementation(attention)
-    chosen = logits.index_select(0, sequence.target_index).float()
-    return nn.functional.cross_entropy(chosen, sequence.targets, reduction="none")
+    target_logits = logits.index_select(0, sequence.target_index).float()
+    return nn.functional.cross_entropy(target_logits, sequence.targets, reduction="none")
 
 
 def _find_decoder(model: PreTrainedModel) -> nn.Module:
@@ -439,14 +439,14 @@ class RouterLoss:
             logits: of the routers of every layer [T, E], of all tokens of the batch with its padding.
         """
         sequences = _build_membership(batch)
-        chosen = probabilities = sequences.new_zeros(len(sequences), logits[0].shape[-1])
+        expert_counts = probabilities = sequences.new_zeros(len(sequences), logits[0].shape[-1])
         for layer in logits:
-            routed = layer.float().softmax(-1)
-            places = routed.detach().topk(self.experts_per_token, dim=-1).indices
-            chosen = chosen + sequences @ torch.zeros_like(routed).scatter(-1, places, 1.0)
-            probabilities = probabilities + sequences @ routed
+            layer_probabilities = layer.float().softmax(-1)
+            indices = layer_probabilities.detach().topk(self.experts_per_token, dim=-1).indices
+            expert_counts = expert_counts + sequences @ torch.zeros_like(layer_probabilities).scatter(-1, indices, 1.0)
+            probabilities = probabilities + sequences @ layer_probabilities
         tokens = sequences.sum(1, keepdim=True) * len(logits)
-        imbalance = (chosen / tokens * (probabilities / tokens)).sum(-1) * probabilities.shape[-1]
+        imbalance = (expert_counts / tokens * (probabilities / tokens)).sum(-1) * probabilities.shape[-1]
         targets = copy_to_device(torch.tensor(batch.target_counts, dtype=torch.float32), imbalance.device)
         return self.weight * (imbalance * targets).sum()
 
@@ -471,14 +471,14 @@ def build_router_loss(recipe: RecipeSchema, model: PreTrainedModel) -> RouterLos
         RequestError: the model has no routers, or none whose logits transformers returns.
     """
     name = recipe.spec.name
-    wanted: Any = getattr(getattr(recipe, name, None), "router_loss", 0.0)
-    if wanted == 0.0:
+    setting: Any = getattr(getattr(recipe, name, None), "router_loss", 0.0)
+    if setting == 0.0:
         return None
     config = model.config.get_text_config()
     experts = getattr(config, "num_experts_per_tok", None)
     if experts is None or "output_router_logits" not in inspect.signature(type(model).forward).parameters:
         raise RequestError(f"{name}.router_loss: {type(model).__name__} returns no logits of routers; set it to 0")
-    weight = getattr(config, "router_aux_loss_coef", None) if wanted == "model" else wanted
+    weight = getattr(config, "router_aux_loss_coef", None) if setting == "model" else setting
     if weight is None:
         raise RequestError(f"{name}.router_loss: {config.model_type} has no router_aux_loss_coef; set a number")
     return RouterLoss(float(weight), experts)

@@ -61,8 +61,8 @@ def convert_creation_errors(config: PretrainedConfig) -> Iterator[None]:
     except RequestError:
         raise
     except NOT_MADE as error:
-        what = f"{type(error).__name__}: {error}"
-        raise RequestError(f"model: cannot create a {config.model_type} from this configuration ({what})") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise RequestError(f"model: cannot create a {config.model_type} from this configuration ({reason})") from error
 
 
 def build_fresh_config(fields: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
@@ -104,8 +104,8 @@ def untie(model: PreTrainedModel) -> None:
 
     If they have both with different values, transformers loads both.
     """
-    tied = model.get_expanded_tied_weights_keys(all_submodels=True).items()
-    if any(model.get_parameter_or_buffer(a) is not model.get_parameter_or_buffer(b) for a, b in tied):
+    tied_pairs = model.get_expanded_tied_weights_keys(all_submodels=True).items()
+    if any(model.get_parameter_or_buffer(a) is not model.get_parameter_or_buffer(b) for a, b in tied_pairs):
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False
 
@@ -190,13 +190,13 @@ def read_config(directory: Path, model: ModelSection | None = None) -> Pretraine
     """
     from transformers import AutoConfig
 
-    file, where = directory / "config.json", f"model.name: {directory}"
+    file, location = directory / "config.json", f"model.name: {directory}"
     if file.is_file() and isinstance(fields := read_json(file, f"model.name: {file}"), dict):
         check_sizes(fields, f"model.name: {file}")
-        check_supported(fields, where)
+        check_supported(fields, location)
         register(fields.get("model_type"))
     else:
-        raise RequestError(f"{where}/config.json is not a model's configuration, which is a JSON object")
+        raise RequestError(f"{location}/config.json is not a model's configuration, which is a JSON object")
     if model is not None:
         fields = dict(model.override_configuration(fields))
         check_sizes(model.overrides, "model.overrides")
@@ -205,7 +205,7 @@ def read_config(directory: Path, model: ModelSection | None = None) -> Pretraine
             (Path(directory_name) / "config.json").write_text(json.dumps(drop_ignored(fields)), encoding="utf-8")
             config = AutoConfig.from_pretrained(directory_name, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # json, huggingface_hub and validation errors share no base class
-        raise RequestError(f"{where}/config.json cannot be used: {error}") from error
+        raise RequestError(f"{location}/config.json cannot be used: {error}") from error
     if select_text_config(fields) is not fields:
         config = build_text_config(config, fields, directory)
     if model is not None:
@@ -245,7 +245,7 @@ def disable_progress_bars(*, reports: bool = True) -> Iterator[None]:
     """Read or write weights without the progress bars of transformers, or without its ``reports`` too."""
     from transformers.utils import logging as progress
 
-    shown: Any = progress.is_progress_bar_enabled()
+    enabled: Any = progress.is_progress_bar_enabled()
     verbosity: Any = progress.get_verbosity()
     progress.disable_progress_bar()
     if not reports:
@@ -254,5 +254,5 @@ def disable_progress_bars(*, reports: bool = True) -> Iterator[None]:
         yield
     finally:
         progress.set_verbosity(verbosity)
-        if shown:
+        if enabled:
             progress.enable_progress_bar()

@@ -70,16 +70,16 @@ def look_up_formats(module: nn.Module) -> Mapping[str, WeightFormat]:
 @contextmanager
 def expose_weight_shapes(model: nn.Module) -> Iterator[None]:
     """Let PEFT adapt quantized experts: meanwhile their parameters have the shapes of the weights, and no memory."""
-    stored = [(part, name, part.get_parameter(name)) for part in model.modules() for name in look_up_formats(part)]
-    for part, name, bits in stored:
+    entries = [(part, name, part.get_parameter(name)) for part in model.modules() for name in look_up_formats(part)]
+    for part, name, bits in entries:
         shape = bits.new_empty((), dtype=torch.float32).expand(look_up_formats(part)[name].shape)
         setattr(part, name, nn.Parameter(shape, requires_grad=False))
     try:
         yield
     finally:
-        for part, name, bits in stored:
+        for part, name, bits in entries:
             setattr(part, name, bits)
-        layers: list[Any] = [part for part in model.modules() if stored and hasattr(part, "parameter_name")]
+        layers: list[Any] = [part for part in model.modules() if entries and hasattr(part, "parameter_name")]
         for layer in layers:
             if look_up_formats(layer.get_base_layer()):
                 layer.forward = MethodType(_forward, layer)
@@ -94,9 +94,9 @@ def _forward(
     experts, adapters = self, {}
     while (name := getattr(experts, "parameter_name", None)) is not None:
         adapters[name], experts = experts, experts.base_layer
-    chosen, order = top_k_index.reshape(-1).sort(stable=True)
-    every = torch.arange(experts.num_experts, device=chosen.device)
-    ends = torch.searchsorted(chosen, every, right=True, out_int32=True)
+    sorted_experts, order = top_k_index.reshape(-1).sort(stable=True)
+    every = torch.arange(experts.num_experts, device=sorted_experts.device)
+    ends = torch.searchsorted(sorted_experts, every, right=True, out_int32=True)
 
     def product(name: str, rows: torch.Tensor) -> torch.Tensor:
         weight, weight_format = getattr(experts, name), look_up_formats(experts).get(name)
@@ -106,7 +106,7 @@ def _forward(
             result = _GroupedProduct.apply(rows, weight, ends, weight_format.expand, experts.is_transposed)
         if name in adapters:
             result = _add_lora_products(adapters[name], rows, ends, result)
-        return result + getattr(experts, f"{name}_bias")[chosen] if experts.has_bias else result
+        return result + getattr(experts, f"{name}_bias")[sorted_experts] if experts.has_bias else result
 
     rows = hidden_states[order // top_k_index.shape[-1]]
     if experts.has_gate:

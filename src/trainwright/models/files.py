@@ -69,19 +69,21 @@ def save_model(
 
     with replace_directory(Path(directory)) as temporary:
         dtype = dtype or torch.float32
-        whole = find_whole(config)
+        whole_directory = find_whole(config)
         config, tensors = convert_to_published(restore_source(copy.deepcopy(config)), tensors)
         model = build_skeleton(config)
         checksums: dict[str, int] = {}
-        stored = _convert_for_storage(tensors.items() if isinstance(tensors, Mapping) else tensors, dtype, checksums)
-        written = _convert_names(stored, model)
-        if whole is not None:
-            written = iterate_whole_tensors(written, weight_files(whole), model)
-        _write_weights(temporary, written)
+        stored_tensors = _convert_for_storage(
+            tensors.items() if isinstance(tensors, Mapping) else tensors, dtype, checksums
+        )
+        checked_tensors = _convert_names(stored_tensors, model)
+        if whole_directory is not None:
+            checked_tensors = iterate_whole_tensors(checked_tensors, weight_files(whole_directory), model)
+        _write_weights(temporary, checked_tensors)
         _check_ties(model.all_tied_weights_keys or {}, checksums)
         _write_settings(temporary, config, model, tokenizer, generation_config, dtype)
-        if whole is not None:
-            write_whole_settings(config, temporary, whole)
+        if whole_directory is not None:
+            write_whole_settings(config, temporary, whole_directory)
         if check is not None:
             check(temporary, checksums)
     return checksums
@@ -130,14 +132,14 @@ def _convert_for_storage(
     import torch
 
     for name, value in items:
-        stored = value.detach().to(device="cpu", dtype=dtype if value.is_floating_point() else None).contiguous()
-        if dtype is torch.float16 and value.is_floating_point() and not stored.isfinite().all():
+        stored_tensor = value.detach().to(device="cpu", dtype=dtype if value.is_floating_point() else None).contiguous()
+        if dtype is torch.float16 and value.is_floating_point() and not stored_tensor.isfinite().all():
             raise TrainingError(
                 f"the model cannot be saved in fp16: {name} has values of up to {float(value.abs().max()):.3g}, and "
                 "fp16 ends at 65,504; save it in bf16 or fp32 (model.save_dtype, --dtype)"
             )
-        checksums[name] = int(compute_checksum(stored))
-        yield name, stored
+        checksums[name] = int(compute_checksum(stored_tensor))
+        yield name, stored_tensor
 
 
 def _check_ties(tied: Mapping[str, str], checksums: Mapping[str, int]) -> None:
@@ -201,12 +203,12 @@ def _write_weights(directory: Path, items: Iterable[tuple[str, torch.Tensor]]) -
         size = 0
 
     for name, value in items:
-        stored = value.contiguous()
-        if shard and size + stored.nbytes > SHARD_BYTES:
+        tensor = value.contiguous()
+        if shard and size + tensor.nbytes > SHARD_BYTES:
             write()
-        shard[name] = stored
-        size += stored.nbytes
-        total += stored.nbytes
+        shard[name] = tensor
+        size += tensor.nbytes
+        total += tensor.nbytes
     write()
     _name_shards(directory, weight_map, count, total)
 
@@ -312,25 +314,25 @@ def check_saved(
     """
     import torch
 
-    written, free = sum(file.stat().st_size for file in directory.glob("*.safetensors")), detect().usable_bytes
-    if written > free:
+    total, free = sum(file.stat().st_size for file in directory.glob("*.safetensors")), detect().usable_bytes
+    if total > free:
         return (
-            f"{directory} was not compared with the trained model: it has {format_bytes(written)}, and "
+            f"{directory} was not compared with the trained model: it has {format_bytes(total)}, and "
             f"{format_bytes(free)} of memory "
             "are free"
         )
-    loaded = read_causal(directory, dtype="auto")
-    stored = loaded.config.dtype
-    for name, tensor in loaded.state_dict().items():
-        exact = tensor.to(stored) if tensor.is_floating_point() else tensor
+    loaded_model = read_causal(directory, dtype="auto")
+    stored_dtype = loaded_model.config.dtype
+    for name, tensor in loaded_model.state_dict().items():
+        exact = tensor.to(stored_dtype) if tensor.is_floating_point() else tensor
         if name in checksums and int(compute_checksum(exact)) != checksums[name]:
             raise TrainingError(f"the model in {directory} is not the trained one: {name} loads with other values")
     if expected is None:
         return None
     difference = compute_logit_difference(
-        compute_logits(loaded.eval(), input_ids.cpu()), expected.cpu(), mixture=has_experts(loaded)
+        compute_logits(loaded_model.eval(), input_ids.cpu()), expected.cpu(), mixture=has_experts(loaded_model)
     )
-    exactly = expected.dtype is stored is torch.float32
+    exactly = expected.dtype is stored_dtype is torch.float32
     tolerance = _SAME_ROUNDED if not exactly else _SAME if expected.device.type == "cpu" else _SAME_ON_DEVICES
     if not difference <= tolerance:
         raise TrainingError(

@@ -84,9 +84,11 @@ class _ByRows(torch.autograd.Function):
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
             rows, of_rows = _scale_by_powers(gradient, _compute_amax(gradient, 1))
-            whole, of_whole = _scale_by_powers(weight, _compute_amax(weight))
-            of_inputs = of_whole.expand(1, weight.shape[1]).contiguous()
-            of_x = scaled_mm(rows, _lay_out_by_columns(whole), of_rows, _ROWS, of_inputs, _ROWS, output_dtype=x.dtype)
+            weight_values, weight_scale = _scale_by_powers(weight, _compute_amax(weight))
+            of_inputs = weight_scale.expand(1, weight.shape[1]).contiguous()
+            of_x = scaled_mm(
+                rows, _lay_out_by_columns(weight_values), of_rows, _ROWS, of_inputs, _ROWS, output_dtype=x.dtype
+            )
         if ctx.needs_input_grad[1]:
             of_weight = gradient.t() @ x
         return of_x, of_weight
@@ -214,8 +216,8 @@ def swizzle_scales(scales: torch.Tensor) -> torch.Tensor:
     See https://docs.nvidia.com/cuda/cublas/#d-block-scaling-factors-layout.
     """
     rows, columns = scales.shape
-    padded = nn.functional.pad(scales, (0, -columns % 4, 0, -rows % 128))
-    return padded.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4).flatten()
+    padded_scales = nn.functional.pad(scales, (0, -columns % 4, 0, -rows % 128))
+    return padded_scales.view(-1, 4, 32, padded_scales.shape[1] // 4, 4).permute(0, 3, 2, 1, 4).flatten()
 
 
 def _quantize_blocks(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -89,8 +89,8 @@ class _Lookup(torch.autograd.Function):
         (tokens,) = ctx.saved_tensors
         tokens, of_rows = tokens.reshape(-1), of_rows.reshape(-1, of_rows.shape[-1])
         if ctx.padding is not None:  # padding has no gradient, as in nn.Embedding
-            trained = tokens != ctx.padding
-            tokens, of_rows = tokens[trained], of_rows[trained]
+            mask = tokens != ctx.padding
+            tokens, of_rows = tokens[mask], of_rows[mask]
         return of_weight.index_add_(0, tokens, of_rows), None, None
 
 
@@ -171,9 +171,9 @@ def _compute_loss_and_correct(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return loss and correctness of some rows of logits. Their fp32 copy is freed before that of the next rows."""
     work = _finish_in_place(logits, softcap, logit_scale)
-    chosen = work.gather(1, targets[:, None])[:, 0]
+    target_logits = work.gather(1, targets[:, None])[:, 0]
     correct = work.argmax(1) == targets
-    return _convert_to_probabilities(work)[:, 0] - chosen, correct
+    return _convert_to_probabilities(work)[:, 0] - target_logits, correct
 
 
 @torch.no_grad()
@@ -191,8 +191,8 @@ def compute_standardized_log_likelihood(head: Head, targets: torch.Tensor) -> to
             chances = logs.exp()
             mean = (chances * logs).sum(1)
             variance = (chances * (logs - mean[:, None]).square()).sum(1)
-            chosen = logs.gather(1, targets[part][rows][:, None])[:, 0]
-            blocks.append((chosen - mean) / variance.clamp_min(_LEAST_VARIANCE).sqrt())
+            target_logs = logs.gather(1, targets[part][rows][:, None])[:, 0]
+            blocks.append((target_logs - mean) / variance.clamp_min(_LEAST_VARIANCE).sqrt())
     return torch.cat(blocks)
 
 
@@ -234,8 +234,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             weights = None if target_weights is None else target_weights[part]
             chunk = logits[:count]  # without the rows of zeros after them
             for rows in split_into_row_blocks(chunk):
-                each = None if weights is None else weights[rows]
-                total += _convert_to_gradient(chunk[rows], targets[part][rows], head, each, terms)
+                row_weights = None if weights is None else weights[rows]
+                total += _convert_to_gradient(chunk[rows], targets[part][rows], head, row_weights, terms)
             if grad_hidden is not None:
                 set_hidden_gradient(grad_hidden[part], logits, weight)
             grads.add(logits, hidden[part])
@@ -248,8 +248,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if ctx.spent:
             raise RuntimeError("the gradient of linear_cross_entropy was already taken")
         ctx.spent = True  # scale the saved gradients in place: they are as large as the head
-        scaled = [None if saved is None else saved.mul_(grad) for saved in ctx.saved_tensors]
-        return (*scaled, None, None, None, None)
+        gradients = [None if gradient is None else gradient.mul_(grad) for gradient in ctx.saved_tensors]
+        return (*gradients, None, None, None, None)
 
 
 class HeadGradients:
@@ -332,12 +332,12 @@ def _convert_to_gradient(
     columns = targets[:, None]
     work = _finish_in_place(logits, softcap, logit_scale)
     slope = None if softcap is None else 1 - (work / softcap).square()
-    chosen = work.gather(1, columns)[:, 0]
+    target_logits = work.gather(1, columns)[:, 0]
     if smoothing:
-        chosen = (1 - smoothing) * chosen + smoothing * work.mean(1)
+        target_logits = (1 - smoothing) * target_logits + smoothing * work.mean(1)
     # In place from here: probabilities, then the gradient.
     scale = _convert_to_probabilities(work)
-    losses = scale[:, 0] - chosen
+    losses = scale[:, 0] - target_logits
     if z_loss:
         losses += z_loss * scale[:, 0].square()
         work *= 1 + 2 * z_loss * scale
@@ -382,8 +382,8 @@ def finish_logits(logits: torch.Tensor, softcap: float | None, logit_scale: floa
         logits *= logit_scale
     if softcap is None:
         return logits
-    bounded = logits.div_(softcap).tanh_()
-    return bounded * softcap if bounded.requires_grad else bounded.mul_(softcap)
+    capped_logits = logits.div_(softcap).tanh_()
+    return capped_logits * softcap if capped_logits.requires_grad else capped_logits.mul_(softcap)
 
 
 def choose_sum_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -453,25 +453,25 @@ class _LinearLogitLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if wants[0] else None
         grads = HeadGradients(weight if wants[1] else None, bias if wants[2] else None)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        each, losses = hidden.new_empty(len(targets), dtype=dtype), hidden.new_empty(len(targets), dtype=dtype)
+        loss_values, losses = hidden.new_empty(len(targets), dtype=dtype), hidden.new_empty(len(targets), dtype=dtype)
         for part in split_into_chunks(len(targets), hidden, weight):
             logits, count = compute_padded_logits(hidden[part], weight, bias), part.stop - part.start
             chunk = logits[:count]
             for rows in split_into_row_blocks(chunk):
                 span = slice(part.start + (rows.start or 0), part.start + (rows.stop or count))
                 taught = None if teacher is None else _compute_teacher_logits(teacher, span)
-                _compute_row_losses(chunk[rows], targets[span], loss, head, taught, each[span], losses[span])
+                _compute_row_losses(chunk[rows], targets[span], loss, head, taught, loss_values[span], losses[span])
             if grad_hidden is not None:
                 set_hidden_gradient(grad_hidden[part], logits, weight)
             grads.add(logits, hidden[part])
         ctx.save_for_backward(grad_hidden, *grads.result())
-        ctx.mark_non_differentiable(each, losses)
-        return each.sum(), each, losses
+        ctx.mark_non_differentiable(loss_values, losses)
+        return loss_values.sum(), loss_values, losses
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *unused: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        scaled = [None if saved is None else saved.mul_(grad) for saved in ctx.saved_tensors]
-        return (*scaled, None, None, None, None)
+        gradients = [None if gradient is None else gradient.mul_(grad) for gradient in ctx.saved_tensors]
+        return (*gradients, None, None, None, None)
 
 
 def _compute_row_losses(

@@ -164,19 +164,19 @@ def load_model(
         "initializing the model" if source.directory is None else f"loading the weights of {source.directory}"
     )
     if source.directory is None:
-        loaded = build_fresh_model(config, seed, dtype)
-        _quantize(loaded, model.adapter)
+        loaded_model = build_fresh_model(config, seed, dtype)
+        _quantize(loaded_model, model.adapter)
     else:
         theirs = configuration.read_config(source.directory, model) if model.implementation == "gpt" else config
-        loaded = _load_weights(source.directory, theirs, dtype, model.adapter)
+        loaded_model = _load_weights(source.directory, theirs, dtype, model.adapter)
         if model.implementation == "gpt":
             from trainwright.models.gpt.config import GPTConfig
             from trainwright.models.gpt.conversion import from_transformers
 
             assert isinstance(config, GPTConfig)
-            config.tie_word_embeddings = loaded.config.tie_word_embeddings
-            loaded = from_transformers(loaded, config)
-    return finish_loading(loaded, model, config)
+            config.tie_word_embeddings = loaded_model.config.tie_word_embeddings
+            loaded_model = from_transformers(loaded_model, config)
+    return finish_loading(loaded_model, model, config)
 
 
 def finish_loading(loaded: PreTrainedModel, model: ModelSection, config: PretrainedConfig) -> PreTrainedModel:
@@ -220,9 +220,9 @@ def build_fresh_model(config: PretrainedConfig, seed: int, dtype: torch.dtype | 
     ):  # the model is created on the CPU, so no other generator is used
         torch.default_generator.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    stored = model.state_dict().keys()  # other tensors, such as rotary frequencies, stay in fp32 as when loaded
+    stored_names = model.state_dict().keys()  # other tensors, such as rotary frequencies, stay in fp32 as when loaded
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name in stored and tensor.is_floating_point():
+        if name in stored_names and tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
     model.config.dtype = dtype
     return model
@@ -235,11 +235,11 @@ def _load_weights(
     # Read in the dtype of the file, weights stay memory-mapped until each is quantized.
     as_read = dtype if adapter.quantization == "none" else "auto"
     try:
-        loaded = read_causal(directory, config, dtype=as_read, output_loading_info=True)
+        result = read_causal(directory, config, dtype=as_read, output_loading_info=True)
     except (RuntimeError, OSError, *configuration.NOT_MADE) as error:
-        what = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else error
-        raise RequestError(f"model.name: {directory} cannot be loaded: {what}") from error
-    model, report = loaded
+        reason = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else error
+        raise RequestError(f"model.name: {directory} cannot be loaded: {reason}") from error
+    model, report = result
     if absent := sorted(report["missing_keys"]):
         raise RequestError(
             f"model.name: {directory} lacks {format_plural(len(absent), 'tensor')} of {type(model).__name__} "
@@ -300,9 +300,9 @@ def _own_memory(model: PreTrainedModel, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor.data_ptr() % 64:
-            mapped = tensor.data
-            tensor.data = mapped.clone()
-            leave_to_system(mapped.data_ptr(), mapped.nbytes)  # otherwise the whole file stays in memory too
+            mapped_data = tensor.data
+            tensor.data = mapped_data.clone()
+            leave_to_system(mapped_data.data_ptr(), mapped_data.nbytes)  # otherwise the whole file stays in memory too
 
 
 def _fit(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -330,8 +330,8 @@ def _set_arguments(tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, A
             raise RequestError(
                 f"model.template_arguments.{argument}: the chat template does not read it; it reads {read}"
             )
-    written = {
+    new_templates = {
         name: set_defaults(text, {key: value for key, value in arguments.items() if key in variables[name]})
         for name, text in several.items()
     }
-    tokenizer.chat_template = written if isinstance(template, dict) else written[""]
+    tokenizer.chat_template = new_templates if isinstance(template, dict) else new_templates[""]

@@ -93,8 +93,8 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         how: _How = ctx.how
         pairs = len(how.scales)
-        x, weight, *others = ctx.saved_tensors
-        matrices, inner = others[: 2 * pairs], others[2 * pairs :]
+        x, weight, *low_rank_tensors = ctx.saved_tensors
+        matrices, inner = low_rank_tensors[: 2 * pairs], low_rank_tensors[2 * pairs :]
         needs_gradient = ctx.needs_input_grad
         rows, slopes = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
         of_x = slopes @ how.weight(weight, slopes.dtype) if needs_gradient[0] else None

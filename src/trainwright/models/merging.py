@@ -117,8 +117,8 @@ def _load_with_adapter(
     else:
         model = load_model(section, dtype, seed, tokenizer)
     attach_adapter(model, section, seed)
-    merged: PreTrainedModel = model.eval()
-    return merged
+    adapted_model: PreTrainedModel = model.eval()
+    return adapted_model
 
 
 def _iterate_merged_tensors(
@@ -126,7 +126,7 @@ def _iterate_merged_tensors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the merged model's tensors by their plain names; append to ``changes`` whether each adapted one differs."""
     names = {module: name for name, module in model.named_modules()}
-    merged = {
+    layers = {
         f"{names[layer.get_base_layer()]}.{look_up_parameter_name(layer)}": layer
         for _, layer in iterate_adapted_layers(model)
     }
@@ -135,9 +135,9 @@ def _iterate_merged_tensors(
         tensor, plain = state[name], name.replace(_KEPT, "").replace(_REPLACED, "")
         if _ORIGINAL in name:
             continue
-        if name in merged:
+        if name in layers:
             before = tensor.detach()
-            tensor = _compute_merged_weight(merged[name]).to(dtype)
+            tensor = _compute_merged_weight(layers[name]).to(dtype)
             changes.append(not torch.equal(tensor, before.to(dtype)))
         elif _REPLACED in name:
             original = state[name.replace(_REPLACED, _ORIGINAL)]
@@ -189,24 +189,26 @@ def _verify(
     ids = torch.randint(size, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
     apart: Any = _load_with_adapter(section, seed, compute, tokenizer)
     apart.to(compute)
-    expected = _compute_logits(apart, ids)
+    expected_logits = _compute_logits(apart, ids)
     for _, layer in iterate_adapted_layers(apart):
         getattr(layer.get_base_layer(), look_up_parameter_name(layer)).data = _compute_merged_weight(layer).to(compute)
         layer._disable_adapters = True
     _check_same(
-        "merged", compute_logit_difference(_compute_logits(apart, ids), expected, mixture=has_experts(apart)), compute
+        "merged",
+        compute_logit_difference(_compute_logits(apart, ids), expected_logits, mixture=has_experts(apart)),
+        compute,
     )
     for parameter in apart.parameters():
         parameter.data = parameter.data.to(dtype).to(compute)
-    rounded = _compute_logits(apart, ids)
+    rounded_logits = _compute_logits(apart, ids)
     del apart
     model = read_causal(directory, dtype=compute).eval()
     logits = _compute_logits(model, ids)
-    _check_same("written", compute_logit_difference(logits, rounded, mixture=has_experts(model)), compute)
+    _check_same("written", compute_logit_difference(logits, rounded_logits, mixture=has_experts(model)), compute)
     start = tokenizer(_PROMPT, return_tensors="pt", add_special_tokens=False)
-    written = model.generate(**start, max_new_tokens=_NEW_TOKENS, do_sample=False)
-    sample = str(tokenizer.decode(written[0].tolist(), skip_special_tokens=True))
-    return compute_logit_difference(logits, expected, mixture=has_experts(model)), sample
+    output_ids = model.generate(**start, max_new_tokens=_NEW_TOKENS, do_sample=False)
+    sample = str(tokenizer.decode(output_ids[0].tolist(), skip_special_tokens=True))
+    return compute_logit_difference(logits, expected_logits, mixture=has_experts(model)), sample
 
 
 def _compute_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -224,5 +226,5 @@ def _check_same(stage: str, difference: float, compute: torch.dtype) -> None:
 
 def _can_compare_in_memory(directory: Path, dtype: torch.dtype) -> bool:
     """Return whether the model in ``directory``, stored in ``dtype``, fits in memory for a comparison in fp32."""
-    stored = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-    return 4 / dtype.itemsize * stored * _CHECK_MEMORY < detect().usable_bytes
+    stored_bytes = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    return 4 / dtype.itemsize * stored_bytes * _CHECK_MEMORY < detect().usable_bytes

@@ -120,8 +120,8 @@ class OwnModel(PreTrainedModel, GenerationMixin):
         start = None if attention_mask is None else attention_mask.long().argmax(1, keepdim=True)
         columns = torch.arange(length, device=input_ids.device)
         if start is not None and attention_mask is not None:
-            turned = (columns + start) % length
-            input_ids, attention_mask = input_ids.gather(1, turned), attention_mask.gather(1, turned)
+            shifted_columns = (columns + start) % length
+            input_ids, attention_mask = input_ids.gather(1, shifted_columns), attention_mask.gather(1, shifted_columns)
         output = self.outputs(input_ids, attention_mask=attention_mask)
         if start is not None:
             back = ((columns - start) % length)[..., None].expand(-1, -1, output.shape[-1])
@@ -142,14 +142,14 @@ class OwnModel(PreTrainedModel, GenerationMixin):
         if dtype == "auto":
             dtype = config.dtype
         model = cls(config).to(dtype)
-        stored = [load_file(file) for file in sorted(expand_user_path(directory).glob("*.safetensors"))]
-        tensors = {name: tensor for part in stored for name, tensor in part.items()}
-        own = model.state_dict()
-        if wrong := [name for name in own if name in tensors and tensors[name].shape != own[name].shape]:
+        stored_parts = [load_file(file) for file in sorted(expand_user_path(directory).glob("*.safetensors"))]
+        tensors = {name: tensor for part in stored_parts for name, tensor in part.items()}
+        state = model.state_dict()
+        if wrong := [name for name in state if name in tensors and tensors[name].shape != state[name].shape]:
             raise RuntimeError(f"the sizes of {', '.join(wrong[:3])} are others than those of {config.implementation}")
-        loaded = model.load_state_dict(tensors, strict=False)
-        missing = set(loaded.missing_keys) - model.all_tied_weights_keys.keys()
-        report = {"missing_keys": missing, "unexpected_keys": set(loaded.unexpected_keys)}
+        incompatible_keys = model.load_state_dict(tensors, strict=False)
+        missing = set(incompatible_keys.missing_keys) - model.all_tied_weights_keys.keys()
+        report = {"missing_keys": missing, "unexpected_keys": set(incompatible_keys.unexpected_keys)}
         return (model, report) if output_loading_info else model
 
 
@@ -164,11 +164,11 @@ def import_class(implementation: str | None) -> Any:
             "model.implementation: the model is of code of somebody's own; read it, then set this key to its class, "
             "module:Class or file.py:Class"
         )
-    described = f"model.implementation {implementation}"
-    loaded = load_named(implementation, described)
-    if not (isinstance(loaded, type) and issubclass(loaded, nn.Module)):
-        raise RequestError(f"{described}: is not a class of torch modules (nn.Module)")
-    return loaded
+    description = f"model.implementation {implementation}"
+    loaded_class = load_named(implementation, description)
+    if not (isinstance(loaded_class, type) and issubclass(loaded_class, nn.Module)):
+        raise RequestError(f"{description}: is not a class of torch modules (nn.Module)")
+    return loaded_class
 
 
 def keep_source(config: OwnConfig, directory: Path) -> None:

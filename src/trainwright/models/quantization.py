@@ -167,18 +167,18 @@ def quantize(
         keep: name suffixes of modules that are not quantized.
         experts: also quantize weights of experts that the model keeps in one parameter (models/experts.py).
     """
-    chosen = Int8 if kind == "int8" else DoubleNF4 if double else NF4
-    mapped = _list_mapped_ranges()
+    weight_format = Int8 if kind == "int8" else DoubleNF4 if double else NF4
+    mapped_files = _list_mapped_ranges()
     for parent, name, layer in list(_iterate_linears(model, keep)):
         weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()  # Conv1D has [in, out]
         bias = None if layer.bias is None else layer.bias.detach().float()
-        setattr(parent, name, QuantizedLinear(weight, bias, chosen).train(layer.training))
-        _release(layer.weight, mapped)
+        setattr(parent, name, QuantizedLinear(weight, bias, weight_format).train(layer.training))
+        _release(layer.weight, mapped_files)
     for name in list_expert_parameters(model) if experts else ():
         if not has_ending(name, keep, inside=True):
-            (path, _, own), weight = name.rpartition("."), model.get_parameter(name)
-            store(model.get_submodule(path), own, chosen())
-            _release(weight, mapped)
+            (path, _, short_name), weight = name.rpartition("."), model.get_parameter(name)
+            store(model.get_submodule(path), short_name, weight_format())
+            _release(weight, mapped_files)
 
 
 def _iterate_linears(model: PreTrainedModel, keep: Sequence[str]) -> Iterator[tuple[nn.Module, str, Any]]:

@@ -232,8 +232,8 @@ class _OnHost:
         self._run.go_back()
         self.fetch()
         assert self._fetched is not None
-        tensor, copied = self._fetched
-        torch.accelerator.current_stream(self._device).wait_event(copied)
+        tensor, copy_event = self._fetched
+        torch.accelerator.current_stream(self._device).wait_event(copy_event)
         self._waited = True
         return tensor
 

@@ -90,8 +90,8 @@ def resolve(model: ModelSection, notify: Notify | None = None, weights: bool = T
         return ModelSource(None, dict(fresh), f"fresh {kind}, initialized from the seed")
     if model.name is None:
         raise RequestError("model: neither name nor config is set; set model.name or model.config")
-    located = locate(model.name, "model.name", model.gguf_file, weights=weights, notify=notify)
-    directory, origin = located.directory, located.origin
+    location = locate(model.name, "model.name", model.gguf_file, weights=weights, notify=notify)
+    directory, origin = location.directory, location.origin
     check_directory(directory, "model.name", weights=weights)
     if weights and model.added_tokens.names:
         from trainwright.models.added_tokens import enlarge_model
@@ -101,7 +101,7 @@ def resolve(model: ModelSection, notify: Notify | None = None, weights: bool = T
         )
         origin += "" if enlarged_directory == directory else ", with rows for added tokens"
         directory = enlarged_directory
-    return ModelSource(directory, None, origin, located.gguf, located.package)
+    return ModelSource(directory, None, origin, location.gguf, location.package)
 
 
 def complete_tokenizer(model: ModelSection) -> PreTrainedTokenizerBase:
@@ -148,8 +148,8 @@ def locate(
     if not is_hub_id(name):
         _check_exists(path, key)
     if gguf_file is not None:
-        file, where = _download_hub_file(name, gguf_file, key)
-        return _locate_gguf(file, "model.gguf_file", f"{name}, {gguf_file} {where}", say)
+        file, origin = _download_hub_file(name, gguf_file, key)
+        return _locate_gguf(file, "model.gguf_file", f"{name}, {gguf_file} {origin}", say)
     return _locate_by_id(name, key, weights, say)
 
 
@@ -245,8 +245,8 @@ def _find_local_files(model: ModelSection) -> tuple[Path | None, Path | None]:
         from huggingface_hub import try_to_load_from_cache
 
         repository, revision = split_revision(name)
-        cached = try_to_load_from_cache(repository, model.gguf_file, revision=revision)
-        return (Path(cached) if isinstance(cached, str) else None), None
+        cached_file = try_to_load_from_cache(repository, model.gguf_file, revision=revision)
+        return (Path(cached_file) if isinstance(cached_file, str) else None), None
     directory, _ = _find_hub_snapshot(name, True)
     return (None, directory) if directory is not None else (_find_packaged(name)[0], None)
 
@@ -329,19 +329,19 @@ def is_packaged(name: str) -> bool:
 
 
 def _locate_by_id(name: str, key: str, weights: bool, say: Notify) -> ModelLocation:
-    cached, problem = _find_hub_snapshot(name, weights)
-    if cached is not None:
-        return ModelLocation(cached, f"{name} from the Hugging Face cache, revision {cached.name[:12]}")
+    snapshot, problem = _find_hub_snapshot(name, weights)
+    if snapshot is not None:
+        return ModelLocation(snapshot, f"{name} from the Hugging Face cache, revision {snapshot.name[:12]}")
     file, package = _find_packaged(name)
     if file is not None:
         origin = f"{name} from the package {package} ({file.name})"
         return _locate_gguf(file, key, origin, say, package.partition(" ")[0])
-    tried = [
+    attempts = [
         f"no such local path{_suggest_near_path(Path(name))}",
         problem,
         f"not in an installed package{_suggest_packaged(name)}",
     ]
-    directory = _download(name, key, weights, tried, say)
+    directory = _download(name, key, weights, attempts, say)
     return ModelLocation(directory, f"{name} from the Hugging Face hub, revision {directory.name[:12]}")
 
 
@@ -414,20 +414,20 @@ def _download_hub_file(name: str, file: str, key: str) -> tuple[Path, str]:
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     repository, revision = split_revision(name)
-    cached = try_to_load_from_cache(repository, file, revision=revision)
-    if isinstance(cached, str):
-        return Path(cached), "from the Hugging Face cache"
+    cached_file = try_to_load_from_cache(repository, file, revision=revision)
+    if isinstance(cached_file, str):
+        return Path(cached_file), "from the Hugging Face cache"
     try:
-        downloaded = hf_hub_download(repository, file, revision=revision, etag_timeout=HUB_TIMEOUT)
-        return Path(downloaded), "from the Hugging Face hub"
+        downloaded_file = hf_hub_download(repository, file, revision=revision, etag_timeout=HUB_TIMEOUT)
+        return Path(downloaded_file), "from the Hugging Face hub"
     except Exception as error:
-        tried = [
+        attempts = [
             "no such local path",
             "not in the Hugging Face cache",
             f"the hub answered: {_format_first_line(error)}",
         ]
         raise _build_not_found_error(
-            f"{name}, file {file},", key, tried, "use the path of a local GGUF file"
+            f"{name}, file {file},", key, attempts, "use the path of a local GGUF file"
         ) from error
 
 
@@ -491,8 +491,8 @@ def _suggest_packaged(name: str) -> str:
 
 
 def _describe_files(files: list[str]) -> str:
-    shown = ", ".join(files[:8]) + (", …" if len(files) > 8 else "")
-    return f"there is {shown}" if files else "the directory is empty"
+    listing = ", ".join(files[:8]) + (", …" if len(files) > 8 else "")
+    return f"there is {listing}" if files else "the directory is empty"
 
 
 def _format_first_line(error: Exception) -> str:

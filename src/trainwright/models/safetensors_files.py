@@ -57,8 +57,8 @@ def read_header(file: Path) -> dict[str, tuple[int, ...]]:
     if not stat.S_ISREG(status.st_mode):  # opening a pipe would block
         raise DamagedFile("it is not a regular file")
     try:
-        with safe_open(file, framework="numpy") as opened:
-            return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        with safe_open(file, framework="numpy") as reader:
+            return {name: tuple(reader.get_slice(name).get_shape()) for name in reader.keys()}  # noqa: SIM118
     except SafetensorError as error:
         if _INCOMPLETE in str(error):
             raise DamagedFile(f"it is truncated, or longer than its header says ({status.st_size:,} bytes)") from error
@@ -70,8 +70,8 @@ def count_stored_elements(file: Path) -> dict[str, int]:
     from safetensors import safe_open
 
     counts: dict[str, int] = {}
-    with safe_open(file, framework="numpy") as opened:
-        for name in opened.keys():  # noqa: SIM118 (not a mapping)
-            stored = opened.get_slice(name)
-            counts[stored.get_dtype()] = counts.get(stored.get_dtype(), 0) + math.prod(stored.get_shape())
+    with safe_open(file, framework="numpy") as reader:
+        for name in reader.keys():  # noqa: SIM118 (not a mapping)
+            tensor = reader.get_slice(name)
+            counts[tensor.get_dtype()] = counts.get(tensor.get_dtype(), 0) + math.prod(tensor.get_shape())
     return counts

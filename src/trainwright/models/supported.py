@@ -85,13 +85,13 @@ def check_supported(config: Mapping[str, Any], where: str, known: Container[str]
         RequestError: the message names the kind of model.
     """
     text = select_text_config(config)
-    if (what := _describe_other_kind(config, known)) is not None and (
+    if (kind := _describe_other_kind(config, known)) is not None and (
         text is config or _describe_other_kind(text, known) is not None
     ):
-        raise RequestError(f"{where} is {what}; Trainwright trains decoder-only language models")
-    if (quantized := config.get("quantization_config")) is not None:
+        raise RequestError(f"{where} is {kind}; Trainwright trains decoder-only language models")
+    if (quantization := config.get("quantization_config")) is not None:
         # Models in mxfp4 were trained in four bits, so there is no original in bf16, but there are copies.
-        mxfp4 = isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp4"
+        mxfp4 = isinstance(quantization, Mapping) and quantization.get("quant_method") == "mxfp4"
         which = "a copy of it in bf16, such as unsloth/gpt-oss-20b-BF16" if mxfp4 else "the model they were made from"
         raise RequestError(
             f"{where} has quantized weights, which cannot be trained or merged into; use {which} "
@@ -103,8 +103,8 @@ def check_trainable(config: Mapping[str, Any], where: str, known: Container[str]
     """Check as ``check_supported``, and raise RequestError for language models that can generate but not be trained."""
     check_supported(config, where, known)
     kind = select_text_config(config).get("model_type")
-    if (what := _RECURRENT.get(str(kind))) is not None:
-        raise RequestError(f"{where} is {what} ({kind}); Trainwright trains decoder-only transformers")
+    if (description := _RECURRENT.get(str(kind))) is not None:
+        raise RequestError(f"{where} is {description} ({kind}); Trainwright trains decoder-only transformers")
 
 
 def _describe_other_kind(config: Mapping[str, Any], known: Container[str]) -> str | None:
@@ -139,9 +139,9 @@ def _describe_by_name(kind: str, config: Mapping[str, Any]) -> str | None:
 def _describe_by_head(config: Mapping[str, Any]) -> str | None:
     architectures = config.get("architectures")
     for name in architectures if isinstance(architectures, list) else []:
-        for ending, what in _HEADS.items():
+        for ending, kind in _HEADS.items():
             if isinstance(name, str) and name.endswith(ending):
-                return what
+                return kind
     return None
 
 

@@ -78,16 +78,16 @@ def iterate_whole_tensors(
 
     names: dict[str, str] = {}
     for file in files:
-        with safe_open(file, framework="pt") as stored:
-            names |= {convert_to_causal_name(name): name for name in stored.keys()}  # noqa: SIM118 (not a mapping)
-    written = {names[name] for name in names.keys() & causal.state_dict().keys()}
+        with safe_open(file, framework="pt") as reader:
+            names |= {convert_to_causal_name(name): name for name in reader.keys()}  # noqa: SIM118 (not a mapping)
+    written_names = {names[name] for name in names.keys() & causal.state_dict().keys()}
     for name, tensor in tensors:
-        written.add(stored_name := names.get(convert_to_causal_name(name), name))
+        written_names.add(stored_name := names.get(convert_to_causal_name(name), name))
         yield stored_name, tensor
     for file in files:
-        with safe_open(file, framework="pt") as stored:
-            for name in sorted(set(stored.keys()) - written):
-                yield name, stored.get_tensor(name)
+        with safe_open(file, framework="pt") as reader:
+            for name in sorted(set(reader.keys()) - written_names):
+                yield name, reader.get_tensor(name)
 
 
 def convert_to_causal_name(name: str) -> str:
@@ -123,7 +123,7 @@ def list_part_names(whole: Path) -> Mapping[str, str]:
         raise RequestError(f"model.name: {whole}, which the adapter is to load on, cannot be built: {error}") from error
     decoder, head = causal.get_decoder(), causal.get_output_embeddings()
     kinds = {type(module): name for name, module in reversed(list(model.named_modules()))}
-    ours, theirs = ({module: name for name, module in each.named_modules()} for each in (causal, model))
+    ours, theirs = ({module: name for name, module in root.named_modules()} for root in (causal, model))
     return {ours[decoder]: kinds[type(decoder)], ours[head]: theirs[model.get_output_embeddings()]}
 
 
@@ -132,9 +132,9 @@ def write_whole_settings(config: PretrainedConfig, directory: Path, whole: Path)
     other files, such as the processor of images, unless ``directory`` has them.
     """
     fields = read_json(whole / "config.json")
-    text, changed = (json.loads(config.to_json_string(use_diff=diff)) for diff in (False, True))
+    text, changes = (json.loads(config.to_json_string(use_diff=diff)) for diff in (False, True))
     before = {name: value for name, value in fields["text_config"].items() if name not in OLDER_ROPE_KEYS}
-    fields["text_config"] = {**before, **{name: text[name] for name in before.keys() & text.keys()}, **changed}
+    fields["text_config"] = {**before, **{name: text[name] for name in before.keys() & text.keys()}, **changes}
     for name in ("eos_token_id", "dtype"):
         if name in fields:
             fields[name] = text[name]

@@ -34,10 +34,10 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> tuple[int | None, str]:
     if not tokenizer.added_tokens_decoder:  # without special tokens, a text of the template's is all there can be
         return None, ChatEncoder(tokenizer).stop
     ids, targets = encode_messages(tokenizer, [_turn("user", "a"), _turn("assistant", "b")])
-    trained = [token for token, is_target in zip(ids, targets, strict=True) if is_target]
-    if trained[-1] in tokenizer.all_special_ids or trained[-1] in tokenizer.added_tokens_decoder:
-        return trained[-1], ""
-    return None, str(tokenizer.decode(trained)).rpartition("b")[2].rstrip(" ")
+    target_tokens = [token for token, is_target in zip(ids, targets, strict=True) if is_target]
+    if target_tokens[-1] in tokenizer.all_special_ids or target_tokens[-1] in tokenizer.added_tokens_decoder:
+        return target_tokens[-1], ""
+    return None, str(tokenizer.decode(target_tokens)).rpartition("b")[2].rstrip(" ")
 
 
 def _turn(role: str, content: str) -> dict[str, Any]:
@@ -135,8 +135,8 @@ def _needs_sentencepiece(directory: Path) -> bool:
     file = directory / "tokenizer.model"
     if (directory / "tokenizer.json").exists() or not file.exists() or find_spec("sentencepiece") is not None:
         return False
-    with file.open("rb") as opened:
-        return opened.read(1) == b"\n"  # the first field of its protocol buffer; files of tiktoken are lines of base64
+    with file.open("rb") as stream:
+        return stream.read(1) == b"\n"  # the first field of its protocol buffer; files of tiktoken are lines of base64
 
 
 _BYTES = 256
@@ -161,8 +161,8 @@ def load_trained_tokenizer(name: str) -> PreTrainedTokenizerFast:
 
     key = "model.tokenizer"
     size, source = _parse_name(name, key)
-    seen = json.dumps([_VERSION, size, read_file_states(source, key)], default=str)
-    directory = find_cache_root() / "tokenizers" / hashlib.sha256(seen.encode()).hexdigest()[:32]
+    cache_key = json.dumps([_VERSION, size, read_file_states(source, key)], default=str)
+    directory = find_cache_root() / "tokenizers" / hashlib.sha256(cache_key.encode()).hexdigest()[:32]
 
     def find() -> PreTrainedTokenizerFast | None:
         if not (directory / "tokenizer.json").exists():

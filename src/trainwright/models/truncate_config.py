@@ -49,10 +49,10 @@ def count_varied_layers(config: PretrainedConfig) -> int:
     """Return how many of the first layers include every kind of layer: at least two and at most eight."""
     text, layers = config.get_text_config().to_dict(), count_layers(config)
     kinds = list(zip(*(value for key, value in text.items() if _has_item_per_layer(key, value, layers)), strict=True))
-    varied = max((index + 1 for index, kind in enumerate(kinds) if kind not in kinds[:index]), default=1)
+    varied_count = max((index + 1 for index, kind in enumerate(kinds) if kind not in kinds[:index]), default=1)
     # For patterns with a different layer every n-th time, or with different first layers.
     numbers = [value for key, value in text.items() if key.endswith(_NUMBERS) and isinstance(value, int)]
-    return min(max(2, varied, *(number + 1 for number in numbers)), MAX_LAYERS, layers)
+    return min(max(2, varied_count, *(number + 1 for number in numbers)), MAX_LAYERS, layers)
 
 
 def cut_model(model: ModelSection, layers: int, directory: Path) -> ModelSection:
@@ -89,9 +89,9 @@ def _cut(fields: dict[str, Any], config: PretrainedConfig, layers: int) -> None:
     if text is not config:  # in a model of several parts, the language model's fields are in a sub-configuration
         part = next(name for name in config.sub_configs if getattr(config, name, None) is text)
         fields = fields.setdefault(part, {})
-    own = text.attribute_map.get(_LAYERS, _LAYERS)
+    layers_key = text.attribute_map.get(_LAYERS, _LAYERS)
     fields.pop(_LAYERS, None)
-    fields[own] = layers
+    fields[layers_key] = layers
     for key, value in fields.items():
         if _has_item_per_layer(key, value, full_count):
             fields[key] = value[:layers]

@@ -33,10 +33,10 @@ def format_loading_code(weights: Path, name: str, *, published: bool = False) ->
     base = _read_base(weights)
     if base is None:
         implementation, kind = read_class_name(weights), choose_model_class(weights)
-        own = [] if implementation is None else ["from trainwright.models.own_module import register"]
+        imports = [] if implementation is None else ["from trainwright.models.own_module import register"]
         return "\n".join(
             [
-                *own,
+                *imports,
                 f"from transformers import {kind}, AutoTokenizer",
                 "",
                 *([] if implementation is None else [f"register()  # so that transformers imports {implementation}"]),
@@ -148,8 +148,8 @@ def _read_base(weights: Path) -> BaseModel | None:
     settings = weights / _ADAPTER
     if not settings.is_file():
         return None
-    saved = read_json(settings)
-    name, revision = str(saved.get("base_model_name_or_path") or ""), saved.get("revision")
+    content = read_json(settings)
+    name, revision = str(content.get("base_model_name_or_path") or ""), content.get("revision")
     name = f"{name}@{revision}" if revision else name
     return BaseModel.read(weights) or BaseModel(name, "", name)
 

@@ -81,8 +81,8 @@ def load_empty(
     if directory is None:
         return finish_loading(empty, model, config), weights
     files = _list_tensors(directory)
-    stored = build_skeleton(read_config(directory, model)) if model.implementation == "gpt" else empty
-    if (stored.all_tied_weights_keys or {}).keys() & files.keys():
+    stored_model = build_skeleton(read_config(directory, model)) if model.implementation == "gpt" else empty
+    if (stored_model.all_tied_weights_keys or {}).keys() & files.keys():
         return None  # tied weights are stored twice, and may differ
     if model.implementation == "gpt":
         return finish_loading(empty, model, config), weights
@@ -194,14 +194,14 @@ class TensorWeights:
     def fill(self, name: str, block: Shard, world: World) -> None:
         """Copy this rank's part of the parameter ``name``, broadcast from rank 0, to ``block``."""
         name = name.removeprefix(self._prefix)
-        own = self._tensors.pop(name, None)  # freed after the broadcast
-        self._release(0 if own is None else own.nbytes)
+        tensor = self._tensors.pop(name, None)  # freed after the broadcast
+        self._release(0 if tensor is None else tensor.nbytes)
         if world.size == 1:
-            assert own is not None
-            block.local.copy_(own)
+            assert tensor is not None
+            block.local.copy_(tensor)
             return
         local, begin = block.local.view(-1), block.offset[0] * _count_row_elements(block.shape) if block.shape else 0
-        flat = None if own is None else own.reshape(-1)
+        flat = None if tensor is None else tensor.reshape(-1)
         for sent, first in _iterate_sent_parts(flat, block.shape, self._expected[name][1], world):
             low, high = max(first, begin), min(first + len(sent), begin + len(local))
             if low < high:
@@ -240,8 +240,8 @@ def _count_row_elements(shape: tuple[int, ...]) -> int:
 def _iterate_stored(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``(name, tensor)`` of the parameters, shared ones once, and of the buffers that are saved with them."""
     yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
-    saved = model.state_dict(keep_vars=True).keys()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
+    saved_names = model.state_dict(keep_vars=True).keys()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved_names)
 
 
 def _list_tensors(directory: Path) -> dict[str, tuple[Path, tuple[int, ...]]]:

@@ -196,8 +196,8 @@ class SuccessiveHalving:
     def best(self, values: Mapping[Variant, float]) -> list[Variant]:
         """Return the variants that continue, in their order. Values that are not finite are the worst."""
         count = -(-len(values) // self.factor)
-        ordered = sorted(values, key=lambda v: _compute_sort_key(values[v], self.highest))
-        return [variant for variant in values if variant in ordered[:count]]
+        ranking = sorted(values, key=lambda v: _compute_sort_key(values[v], self.highest))
+        return [variant for variant in values if variant in ranking[:count]]
 
 
 def _compute_sort_key(value: float, highest: bool) -> float:
@@ -277,13 +277,15 @@ class VariantRuns:
             count = self.jobs or 1
             threads = {"OMP_NUM_THREADS": str(max(1, machine.cpu_cores // count))} if count > 1 else {}
             return [threads] * count
-        each = max((need for need in needs if isinstance(need, int)), default=0)
+        gpus_per_run = max((need for need in needs if isinstance(need, int)), default=0)
         if not all(isinstance(need, int) for need in needs):
-            each = len(gpus) // (self.jobs or 1)
-        count = min(self.jobs or len(gpus), len(gpus) // max(1, each))
+            gpus_per_run = len(gpus) // (self.jobs or 1)
+        count = min(self.jobs or len(gpus), len(gpus) // max(1, gpus_per_run))
         if not count:
-            raise RequestError(f"--jobs: {self.jobs} runs at once need {each} GPUs each; there are {len(gpus)}")
-        return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * each : (i + 1) * each])} for i in range(count)]
+            raise RequestError(f"--jobs: {self.jobs} runs at once need {gpus_per_run} GPUs each; there are {len(gpus)}")
+        return [
+            {"CUDA_VISIBLE_DEVICES": ",".join(gpus[i * gpus_per_run : (i + 1) * gpus_per_run])} for i in range(count)
+        ]
 
     def _all(self, variants: Sequence[Variant], rung: int | None, slots: Sequence[dict[str, str]]) -> None:
         """Train variants up to a rung, or to their end."""
@@ -296,19 +298,19 @@ class VariantRuns:
         free: SimpleQueue[dict[str, str]] = SimpleQueue()
         for slot in slots:
             free.put(slot)
-        with pass_on_signals() as (programs, requested), ThreadPoolExecutor(len(slots)) as pool:
+        with pass_on_signals() as (programs, stop_signals), ThreadPoolExecutor(len(slots)) as pool:
 
             def train_beside(variant: Variant) -> None:
                 slot = free.get()
                 try:
-                    if not requested:
+                    if not stop_signals:
                         self._train_beside(variant, rung, slot, programs)
                 finally:
                     free.put(slot)
 
             for future in [pool.submit(train_beside, variant) for variant in remaining]:
                 future.result()
-            if requested:
+            if stop_signals:
                 raise Stopped("stopped; the same command continues")
 
     def _is_done(self, variant: Variant, rung: int | None) -> bool:
@@ -380,12 +382,12 @@ def check_measured(metric: str, names: Collection[str]) -> None:
 @contextmanager
 def _stop_without_metric(metric: str | None, run: Path) -> Iterator[None]:
     """Stop a run after its first evaluation if that has no ``metric``, and raise RequestError then."""
-    ended, measured = Event(), list[str]()
+    end_event, metric_names = Event(), list[str]()
 
     def watch() -> None:
-        while not measured and not ended.wait(_LOOK_SECONDS):
-            measured.extend(read_metrics(run)[1])
-        if measured and metric not in measured:
+        while not metric_names and not end_event.wait(_LOOK_SECONDS):
+            metric_names.extend(read_metrics(run)[1])
+        if metric_names and metric not in metric_names:
             with suppress(RequestError):  # it has ended
                 stop(run)
 
@@ -395,10 +397,10 @@ def _stop_without_metric(metric: str | None, run: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        ended.set()
+        end_event.set()
         if metric is not None:
             watcher.join()
-            check_measured(metric, measured or read_metrics(run)[1])
+            check_measured(metric, metric_names or read_metrics(run)[1])
 
 
 def _format_until(rung: int | None) -> str | None:
@@ -598,12 +600,12 @@ def _build_page(directory: Path, rows: Sequence[Mapping[str, Any]], metric: str,
 
 def _build_points(rows: Sequence[Mapping[str, Any]], key: str, metric: str) -> list[dict[str, Any]]:
     """Return a point for each row that changes the key, as a number where all values are numbers."""
-    measured = [row for row in rows if key in row["changes"] and metric in row["metrics"]]
-    numbers = [_parse_number(row["changes"][key]) for row in measured]
-    values = numbers if None not in numbers else [row["changes"][key] for row in measured]
+    measured_rows = [row for row in rows if key in row["changes"] and metric in row["metrics"]]
+    numbers = [_parse_number(row["changes"][key]) for row in measured_rows]
+    values = numbers if None not in numbers else [row["changes"][key] for row in measured_rows]
     return [
         {"place": value, "value": row["metrics"][metric], "run": row["name"], "steps": f"step {row['step']}"}
-        for value, row in zip(values, measured, strict=True)
+        for value, row in zip(values, measured_rows, strict=True)
     ]
 
 

@@ -43,7 +43,7 @@ def runs(
 
     summaries = tw.runs(directory, status=status, task=task, name=name, sort=sort)
     if as_json:
-        say(json.dumps([each.values() for each in summaries], indent=1), wrap=False)
+        say(json.dumps([summary.values() for summary in summaries], indent=1), wrap=False)
         return
     if not summaries:
         say(f"no such runs under {directory}")

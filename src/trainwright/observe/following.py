@@ -167,12 +167,12 @@ class Curves:
         counts, pairs = self._counts, range(0, len(self._counts) - 1, 2)
         for columns in self.values.values():
             mean, low, high = columns
-            joined = (
+            merged_columns = (
                 [(mean[i] * counts[i] + mean[i + 1] * counts[i + 1]) / (counts[i] + counts[i + 1]) for i in pairs],
                 [min(low[i], low[i + 1]) for i in pairs],
                 [max(high[i], high[i + 1]) for i in pairs],
             )
-            for column, values in zip(columns, joined, strict=True):
+            for column, values in zip(columns, merged_columns, strict=True):
                 column[:] = array("d", values)
         for column in self.positions.values():
             column[:] = array("d", [column[i + 1] for i in pairs])
@@ -370,8 +370,8 @@ class RunFollower:
 
     def _take_other(self, event: EventRecord, kind: str) -> None:
         if kind in ("start", "rewind"):
-            resumed = find_resumed_step(event)
-            last_valid = -1 if resumed is None else resumed
+            resume_step = find_resumed_step(event)
+            last_valid = -1 if resume_step is None else resume_step
             if self.step is not None and self.step > last_valid:
                 self._seconds = self.curves.cut(last_valid)
                 for curves in self.metrics.values():
@@ -401,13 +401,13 @@ _CACHE_SECONDS = 90 * 86400.0
 
 def open_follower(directory: Path) -> RunFollower:
     """Return a follower of a run, which has what was read of it before if the file has only grown since then."""
-    cached = _locate_state(directory)
+    cache_file = _locate_state(directory)
     try:
-        identity, _, state = cached.read_bytes().partition(b"\n")
+        identity, _, state = cache_file.read_bytes().partition(b"\n")
         follower = RunFollower.from_state(directory, state)
         if identity != _identify_file(directory, follower.read_bytes, identity.split(b" ")[0]):
             return RunFollower(directory)
-        os.utime(cached)
+        os.utime(cache_file)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return RunFollower(directory)
     return follower
@@ -445,9 +445,9 @@ def _identify_file(directory: Path, size: int, moment: bytes | None = None) -> b
         file.seek(max(0, size - _COMPARED_BYTES))
         last = file.read(min(size, _COMPARED_BYTES))
     grown = moment is not None and status.st_size > size
-    shown = moment if grown and moment is not None else str(status.st_mtime_ns).encode()
+    timestamp = moment if grown and moment is not None else str(status.st_mtime_ns).encode()
     digest = hashlib.sha256(first + last).hexdigest() if status.st_size >= size else "shorter"
-    return b" ".join((shown, str(status.st_ino).encode(), digest.encode()))
+    return b" ".join((timestamp, str(status.st_ino).encode(), digest.encode()))
 
 
 def _locate_state(directory: Path) -> Path:

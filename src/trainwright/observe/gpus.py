@@ -43,8 +43,8 @@ class ProcessUse:
 
     def columns(self, *, with_gpus: bool) -> list[str]:
         """Return the columns of ``trainwright gpus``."""
-        used = [each for each in self.gpus.values() if each is not None]
-        of_gpus = [", ".join(map(str, self.gpus)), text.format_bytes(sum(used)) if used else ""]
+        amounts = [amount for amount in self.gpus.values() if amount is not None]
+        of_gpus = [", ".join(map(str, self.gpus)), text.format_bytes(sum(amounts)) if amounts else ""]
         return [
             str(self.pid),
             *(of_gpus if with_gpus else ()),
@@ -55,8 +55,8 @@ class ProcessUse:
 
     def _words(self) -> str:
         if self.run is not None:
-            here = Path.cwd()
-            return f"rank {self.rank} of {self.run.relative_to(here) if self.run.is_relative_to(here) else self.run}"
+            base = Path.cwd()
+            return f"rank {self.rank} of {self.run.relative_to(base) if self.run.is_relative_to(base) else self.run}"
         command = self.command or "not visible from here"
         return command if len(command) <= _LONGEST_COMMAND else f"{command[: _LONGEST_COMMAND - 1]}…"
 
@@ -84,14 +84,18 @@ class MachineUse:
     def values(self) -> dict[str, Any]:
         """Return everything as plain values."""
         gpus = [{name: value for name, value in gpu.items() if name != "processes"} for gpu in self.gpus]
-        processes = [{**asdict(each), "run": None if each.run is None else str(each.run)} for each in self.processes]
+        processes = [
+            {**asdict(process), "run": None if process.run is None else str(process.run)} for process in self.processes
+        ]
         return {"gpus": gpus, "processes": processes}
 
     def format_gpu_lines(self, width: int | None = None) -> Iterator[str]:
         """Yield the lines of the GPUs, see `text.format_table`."""
         if self.gpus:
             head = ["GPU", "USE", "MEMORY", "POWER", "TEMP", "NAME"]
-            yield from text.format_table([head, *(_format_columns(*each) for each in enumerate(self.gpus))], width)
+            yield from text.format_table(
+                [head, *(_format_columns(*indexed_gpu) for indexed_gpu in enumerate(self.gpus))], width
+            )
         else:
             machine = detect()
             of_cpu = f": {machine.describe()}" if machine.is_here and not machine.gpus else ""
@@ -103,7 +107,7 @@ class MachineUse:
             yield ""
             of_gpus = ["GPU", "GPU MEMORY"] if self.gpus else []
             head = ["PID", *of_gpus, "CPU", "RESIDENT", "PROCESS"]
-            rows = (each.columns(with_gpus=bool(self.gpus)) for each in self.processes)
+            rows = (process.columns(with_gpus=bool(self.gpus)) for process in self.processes)
             yield from text.format_table([head, *rows], width)
         else:
             yield "no run trains on this machine" + (", and no program uses a GPU" if self.gpus else "")
@@ -117,13 +121,13 @@ def measure_machine_use(seconds: float, gpus: Sequence[Mapping[str, Any]] | None
     """
     ranks, gpus = _find_ranks(), read_all_gpus() if gpus is None else gpus
     pids = {*ranks, *(pid for gpu in gpus for pid in gpu.get("processes", ()))}
-    started = time.monotonic()
+    start = time.monotonic()
     before = {pid: _read_cpu_seconds(pid) for pid in pids}
     time.sleep(seconds)
-    elapsed = time.monotonic() - started
+    elapsed = time.monotonic() - start
     processes = []
     for pid in sorted(pids, key=lambda pid: (pid not in ranks, ranks.get(pid), pid)):
-        used = {index: gpu["processes"][pid] for index, gpu in enumerate(gpus) if pid in gpu.get("processes", ())}
+        gpu_memory = {index: gpu["processes"][pid] for index, gpu in enumerate(gpus) if pid in gpu.get("processes", ())}
         run, rank = ranks.get(pid, (None, None))
         command, cpu, memory = "", None, None
         with suppress(psutil.Error):  # it has ended, belongs to another user, or is outside of this container
@@ -131,8 +135,8 @@ def measure_machine_use(seconds: float, gpus: Sequence[Mapping[str, Any]] | None
             memory = psutil.Process(pid).memory_info().rss
             first, now = before[pid], _read_cpu_seconds(pid)
             cpu = None if first is None or now is None else (now - first) / elapsed
-        if used or memory is not None:
-            processes.append(ProcessUse(pid, command, run, rank, cpu, memory, used))
+        if gpu_memory or memory is not None:
+            processes.append(ProcessUse(pid, command, run, rank, cpu, memory, gpu_memory))
     return MachineUse(gpus, processes)
 
 

@@ -95,9 +95,9 @@ def sum_by_category(spent: Mapping[Use, float], behind: float, slowed: float = 0
             seconds_by_category[EXCHANGE if waiting else _STEP[phase]] += seconds
         else:
             seconds_by_category[_START.get(phase) or _OUTSIDE_STEPS.get(phase, OTHER)] += seconds
-    waited = min(behind, seconds_by_category[EXCHANGE])
-    seconds_by_category[EXCHANGE] -= waited
-    seconds_by_category[WAITING] += waited
+    wait = min(behind, seconds_by_category[EXCHANGE])
+    seconds_by_category[EXCHANGE] -= wait
+    seconds_by_category[WAITING] += wait
     passes = sum(seconds_by_category[name] for name in TRAINING)
     share = min(1.0, max(0.0, slowed) / passes) if passes > 0.0 else 0.0
     for name in TRAINING:
@@ -195,8 +195,8 @@ def count_ends(run: Path, ranks: Iterable[int]) -> None:
             line = json.loads(_read_tail(locate_rank_file(run, rank)).splitlines()[-1])
             now = time.time()
             if 0.0 < (seconds := now - line["time"]) < _LONGEST_END:
-                ended = {**line["seconds"], _END: round(line["seconds"].get(_END, 0.0) + seconds, 4)}
-                _append(locate_rank_file(run, rank), {**line, "time": round(now, 3), "seconds": ended})
+                updated_seconds = {**line["seconds"], _END: round(line["seconds"].get(_END, 0.0) + seconds, 4)}
+                _append(locate_rank_file(run, rank), {**line, "time": round(now, 3), "seconds": updated_seconds})
 
 
 def locate_rank_file(run: Path, rank: int) -> Path:
@@ -217,13 +217,13 @@ class NewestSamples:
 
     def __call__(self) -> Sequence[Mapping[str, Any]]:
         """Return a sample for each rank that has one."""
-        started = time.monotonic()
-        if started >= self._due:
+        start = time.monotonic()
+        if start >= self._due:
             newest = (next(_parse_lines(reversed(_read_tail(file).splitlines())), None) for file in self._files)
             # Before the first step, a sample is of loading.
             self._samples = [line.system for line in newest if line is not None and line.step >= 0]
             now = time.monotonic()
-            self._due = now + max(_LEAST, _READING * (now - started))
+            self._due = now + max(_LEAST, _READING * (now - start))
         return self._samples
 
 
@@ -302,9 +302,9 @@ def _check_seconds(seconds: float) -> float:
 
 def _read_tail(file: Path) -> bytes:
     try:
-        with open_inside(file.parent, file.name) as opened:
-            opened.seek(max(0, os.fstat(opened.fileno()).st_size - _TAIL_BYTES))
-            return opened.read(_TAIL_BYTES)
+        with open_inside(file.parent, file.name) as stream:
+            stream.seek(max(0, os.fstat(stream.fileno()).st_size - _TAIL_BYTES))
+            return stream.read(_TAIL_BYTES)
     except OSError:
         return b""
 
@@ -322,9 +322,9 @@ class _Lost(NamedTuple):
 
     def clip_to_launch(self, launch: Sequence[LedgerLine]) -> tuple[float, float] | None:
         """Return the part of this time that belongs to a launch, if any does."""
-        start, ended = max(self.started, launch[0].started), min(self.ended, launch[-1].time)
+        start, end = max(self.started, launch[0].started), min(self.ended, launch[-1].time)
         is_other = not self.by_start or launch[-1].time <= self.ended
-        return (start, ended) if is_other and start < ended else None
+        return (start, end) if is_other and start < end else None
 
 
 def _iterate_lost(events: Iterable[EventRecord]) -> Iterator[_Lost]:
@@ -346,13 +346,13 @@ def _iterate_lost(events: Iterable[EventRecord]) -> Iterator[_Lost]:
 
 def _merge_spans(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     """Return spans of time that do not overlap: what was repeated may be undone again, with what was before it."""
-    merged: list[tuple[float, float]] = []
-    for start, ended in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(ended, merged[-1][1])
+    merged_spans: list[tuple[float, float]] = []
+    for start, end in sorted(spans):
+        if merged_spans and start <= merged_spans[-1][1]:
+            merged_spans[-1] = merged_spans[-1][0], max(end, merged_spans[-1][1])
         else:
-            merged.append((start, ended))
-    return merged
+            merged_spans.append((start, end))
+    return merged_spans
 
 
 def _build_rank_ledger(rank: int, lines: Sequence[LedgerLine], lost: Sequence[_Lost]) -> RankLedger:
@@ -360,8 +360,10 @@ def _build_rank_ledger(rank: int, lines: Sequence[LedgerLine], lost: Sequence[_L
     seconds: dict[str, float] = defaultdict(float)
     for launch in launches:
         launch_seconds = dict(launch[-1].seconds)
-        for start, ended in _merge_spans(part for each in lost if (part := each.clip_to_launch(launch)) is not None):
-            for name, value in _compute_seconds_between(launch, start, ended).items():
+        for start, end in _merge_spans(
+            part for lost_span in lost if (part := lost_span.clip_to_launch(launch)) is not None
+        ):
+            for name, value in _compute_seconds_between(launch, start, end).items():
                 if not name.startswith("start"):
                     launch_seconds[name] -= value
                     launch_seconds[REPEATED] = launch_seconds.get(REPEATED, 0.0) + value
@@ -369,8 +371,8 @@ def _build_rank_ledger(rank: int, lines: Sequence[LedgerLine], lost: Sequence[_L
             seconds[name] += value
     for before, after in pairwise(launches):
         seconds[STOPPED] += max(0.0, after[0].started - before[-1].time)
-    shown = {name: seconds[name] for name in (*CATEGORIES, *seconds) if seconds[name] > 0.0}
-    return RankLedger(rank, lines, shown, lines[-1].time - lines[0].started)
+    nonzero_seconds = {name: seconds[name] for name in (*CATEGORIES, *seconds) if seconds[name] > 0.0}
+    return RankLedger(rank, lines, nonzero_seconds, lines[-1].time - lines[0].started)
 
 
 def _compute_seconds_between(launch: Sequence[LedgerLine], start: float, ended: float) -> dict[str, float]:
@@ -422,9 +424,9 @@ class Stalls:
         self._thread.join()
 
     def _count(self) -> None:
-        before, waited = time.monotonic(), self._own.waited()
+        before, last_wait = time.monotonic(), self._own.waited()
         while not self._closed.wait(_TICK):
             now, now_waited = time.monotonic(), self._own.waited()
             if (late := now - before - _TICK) > _LATE:
-                self._own.stalled += min(late, max(0.0, now_waited - waited))
-            before, waited = now, now_waited
+                self._own.stalled += min(late, max(0.0, now_waited - last_wait))
+            before, last_wait = now, now_waited

@@ -64,12 +64,12 @@ class RunSummary:
 
     def columns(self) -> list[str]:
         """Return the columns of ``trainwright runs``."""
-        begun = "" if self.begun is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(self.begun))
+        date = "" if self.begun is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(self.begun))
         speed = "" if self.tokens_per_second is None else f"{text.format_count(self.tokens_per_second)}/s"
         return [
             *(str(self.run), self.status, f"{self.step}/{self.steps}" if self.steps else ""),
             "" if self.best is None else text.format_metric(self.best),
-            *(begun, speed, self.task, self.model, "" if self.goodput is None else f"{self.goodput:.0%}"),
+            *(date, speed, self.task, self.model, "" if self.goodput is None else f"{self.goodput:.0%}"),
         ]
 
 
@@ -123,9 +123,11 @@ def list_run_directories(root: Path) -> list[Path]:
     run_directories: list[Path] = []
     level, visited = [root], set[tuple[int, int]]()
     for _ in range(_DEPTH + 1):
-        level = [each for each in sorted(level, key=Path.is_symlink) if _is_first(each, visited)]
+        level = [directory for directory in sorted(level, key=Path.is_symlink) if _is_first(directory, visited)]
         run_directories += (runs_here := list(filter(is_run, level)))
-        level = [child for each in level if each not in runs_here for child in _list_subdirectories(each)]
+        level = [
+            child for directory in level if directory not in runs_here for child in _list_subdirectories(directory)
+        ]
     return sorted(run_directories)
 
 
@@ -143,15 +145,15 @@ def _is_first(directory: Path, visited: set[tuple[int, int]]) -> bool:
 
 def format_runs(summaries: Sequence[RunSummary], width: int | None = None) -> Iterator[str]:
     """Yield the lines of ``trainwright runs``: one for each run, without the last columns that do not fit."""
-    rows = [list(_COLUMNS), *(each.columns() for each in summaries)]
+    rows = [list(_COLUMNS), *(summary.columns() for summary in summaries)]
     sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
     count = len(sizes)
     while width is not None and count > 2 and sum(sizes[:count]) + 2 * (count - 1) > width:
         count -= 1
     room = None if width is None else max(8, width - sum(sizes[1:count]) - 2 * (count - 1))
     yield from text.format_table([[_shorten_path(row[0], room), *row[1:count]] for row in rows])
-    for each in summaries:
-        yield from (f"note: {each.run}: {note}".replace("\n", " ") for note in each.notes)
+    for summary in summaries:
+        yield from (f"note: {summary.run}: {note}".replace("\n", " ") for note in summary.notes)
 
 
 def _shorten_path(run: str, room: int | None) -> str:
@@ -161,7 +163,7 @@ def _shorten_path(run: str, room: int | None) -> str:
 
 def _list_subdirectories(directory: Path) -> list[Path]:
     try:
-        return [each for each in directory.iterdir() if each.is_dir() and not each.name.startswith(".")]
+        return [child for child in directory.iterdir() if child.is_dir() and not child.name.startswith(".")]
     except OSError:  # deleted meanwhile, or not readable
         return []
 

@@ -257,8 +257,8 @@ class OpenTelemetry:
         from opentelemetry.trace import set_span_in_context
 
         _print_once("opentelemetry")
-        own = {"service.name": _NAMESPACE, f"{_NAMESPACE}.run": run.resolve().name}
-        resource = Resource.create(own).merge(OTELResourceDetector().detect())
+        service_attributes = {"service.name": _NAMESPACE, f"{_NAMESPACE}.run": run.resolve().name}
+        resource = Resource.create(service_attributes).merge(OTELResourceDetector().detect())
         # Not the providers of the process: libraries and the user's own code may have theirs.
         self._spans = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._spans.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
@@ -375,7 +375,7 @@ class PrometheusObserver:
     def _set(self, name: str, value: float) -> None:
         from prometheus_client import Gauge
 
-        plain = "trainwright_" + "".join(each if each.isalnum() else "_" for each in name)
+        plain = "trainwright_" + "".join(character if character.isalnum() else "_" for character in name)
         gauge = self._gauges.get(plain)
         if gauge is None:
             gauge = self._gauges[plain] = Gauge(plain, f"{name} of the run", ["run"], registry=self._registry)
@@ -390,8 +390,8 @@ class GPUCollector:
         from prometheus_client.core import GaugeMetricFamily
 
         gpus = read_all_gpus()
-        for key, (name, described) in _GPU_GAUGES.items():
-            gauge = GaugeMetricFamily(f"trainwright_gpu_{name}", described, labels=["gpu"])
+        for key, (name, description) in _GPU_GAUGES.items():
+            gauge = GaugeMetricFamily(f"trainwright_gpu_{name}", description, labels=["gpu"])
             for index, gpu in enumerate(gpus):
                 if key in gpu:
                     gauge.add_metric([str(index)], float(gpu[key]))

@@ -85,12 +85,12 @@ def round_stochastically(weight: torch.Tensor, master: torch.Tensor, key: tuple[
     """
     size = CACHED_ELEMENTS if weight.device.type == "cpu" else _ROUNDED_ON_GPU
     pieces = zip(master.view(-1).split(size), weight.view(-1).split(size), strict=True)
-    for number, (part, rounded) in enumerate(pieces):
+    for number, (part, weight_part) in enumerate(pieces):
         # The upper half of an fp32 number is the bf16 number toward zero of it; a sum of its lower half and 16 random
         # bits carries into the upper half with the probability of the lower half.
         total = part.view(torch.int32) + _generate_bits(key, begin + number * size, len(part), part.device)
-        rounded.view(torch.int16).copy_(total.add_(2**15).view(torch.int16)[1::2])
-        rounded.masked_fill_(part.isnan(), torch.nan)  # some of which a carry makes a number
+        weight_part.view(torch.int16).copy_(total.add_(2**15).view(torch.int16)[1::2])
+        weight_part.masked_fill_(part.isnan(), torch.nan)  # some of which a carry makes a number
 
 
 def _drop_memory(weight: torch.Tensor) -> torch.Tensor:

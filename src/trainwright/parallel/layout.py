@@ -46,9 +46,9 @@ class ModelLayout:
         if self.master_dtype != precision:
             precision += f" (masters {self.master_dtype})"
         full, part = (" x ".join(map(str, shape)) for shape in (self.shape, self.local_shape))
-        shown = full if part == full else f"{part} of {full}"
+        sizes = full if part == full else f"{part} of {full}"
         return (
-            f"{self.parameter} {self.placement} ({shown}), {precision}; of {self.elements:,} elements this rank holds "
+            f"{self.parameter} {self.placement} ({sizes}), {precision}; of {self.elements:,} elements this rank holds "
             f"{_share(self.held, self.elements)} and updates {_share(self.updated, self.elements)}"
         )
 
@@ -84,13 +84,13 @@ def build_planned_layout(
     parts, gradient_parts, optimizer_parts = (
         shards if part in spec.shards else 1 for part in ("parameters", "gradients", "optimizer state")
     )
-    offloaded = spec.offloaded(parallel)
+    offloaded_parts = spec.offloaded(parallel)
     return PlannedLayout(
         placement=describe_placement(spec.parameters_by if spec.shards_parameters else "whole", parts, ranks // parts),
         forward_dtype=format_dtype_names([dtype]),
         master_dtype="float32" if master_weights else format_dtype_names([dtype]),
-        parameter_device="cpu" if "parameters" in offloaded else device,
-        optimizer_device="cpu" if "optimizer state" in offloaded else device,
+        parameter_device="cpu" if "parameters" in offloaded_parts else device,
+        optimizer_device="cpu" if "optimizer state" in offloaded_parts else device,
         gradient_parts=gradient_parts,
         gradient_ranks=ranks,
         held_copies=ranks // parts,
@@ -103,8 +103,8 @@ def describe_placement(kind: str, parts: int, copies: int) -> str:
 
     ``kind``: whole, rows (split along the first dimension) or flat (elements).
     """
-    where = "whole" if kind == "whole" else f"{kind} over {parts} rank{'s' * (parts > 1)}"
-    return where if copies == 1 else f"{where}, {copies} copies"
+    description = "whole" if kind == "whole" else f"{kind} over {parts} rank{'s' * (parts > 1)}"
+    return description if copies == 1 else f"{description}, {copies} copies"
 
 
 def describe_tensor_placement(tensor: DTensor) -> str:

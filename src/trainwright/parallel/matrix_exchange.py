@@ -75,15 +75,17 @@ class MatrixExchange:
         shapes = tuple((height, width) for height, width in map(self._shape, parameters))
         ranks = self._shards.size * self._replicas.size
         for indices_by_rank in assign_matrices(shapes, ranks, on_gpu=self.device.type != "cpu"):
-            owned = [[parameters[index] for index in indices] for indices in indices_by_rank]
-            by_replica = [owned[begin : begin + self._shards.size] for begin in range(0, len(owned), self._shards.size)]
-            here = by_replica[self._replicas.rank]
-            own = None
-            if any(here):  # before the first broadcast, so that all ranks compute at the same time
-                own = self._compute_updates(here, self._flatten_rows(local(list(chain(*here))), dtype), update)
+            parts = [[parameters[index] for index in indices] for indices in indices_by_rank]
+            by_replica = [parts[begin : begin + self._shards.size] for begin in range(0, len(parts), self._shards.size)]
+            matrices = by_replica[self._replicas.rank]
+            updates = None
+            if any(matrices):  # before the first broadcast, so that all ranks compute at the same time
+                updates = self._compute_updates(
+                    matrices, self._flatten_rows(local(list(chain(*matrices))), dtype), update
+                )
             for replica, of_replica in enumerate(by_replica):
-                if those := list(chain(*of_replica)):
-                    yield those, self._distribute_updates(those, replica, own, dtype)
+                if replica_parameters := list(chain(*of_replica)):
+                    yield replica_parameters, self._distribute_updates(replica_parameters, replica, updates, dtype)
 
     def _flatten_rows(self, rows: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         flat = torch.empty(sum(part.numel() for part in rows), dtype=dtype, device=self.device)
@@ -107,26 +109,26 @@ class MatrixExchange:
         sizes = [[self._count_elements(parameter, rank) for parameter in mine] for rank in range(self._shards.size)]
         sent_sizes = [sum(of_rank) for of_rank in sizes]
         received_sizes = [sum(self._count_elements(p, self._shards.rank) for p in of_owner) for of_owner in owned]
-        received = self._all_to_all(sent, received_sizes, sent_sizes)
+        received_values = self._all_to_all(sent, received_sizes, sent_sizes)
         del sent
-        pieces, shapes = received.split(list(chain(*sizes))), [self._shape(parameter) for parameter in mine]
+        pieces, shapes = received_values.split(list(chain(*sizes))), [self._shape(parameter) for parameter in mine]
         on_gpu = self.device.type != "cpu"
         for indices in group_into_stacks([(height, width) for height, width in shapes], on_gpu=on_gpu):
-            matrices = received.new_empty((len(indices), *shapes[indices[0]]))
+            matrices = received_values.new_empty((len(indices), *shapes[indices[0]]))
             parts = [pieces[index :: len(mine)] for index in indices]  # one of each rank
             for matrix, of_matrix in zip(matrices.flatten(1), parts, strict=True):
                 torch.cat(of_matrix, out=matrix)
             for result, of_matrix in zip(update(matrices).flatten(1), parts, strict=True):
                 torch._foreach_copy_(list(of_matrix), list(result.split([len(part) for part in of_matrix])))
-        return self._all_to_all(received, sent_sizes, received_sizes)
+        return self._all_to_all(received_values, sent_sizes, received_sizes)
 
     def _all_to_all(self, sent: torch.Tensor, sizes: list[int], received_sizes: list[int]) -> torch.Tensor:
         """Return what the shards send this rank, ``received_sizes``; ``sizes``: what it sends to each."""
         if self._shards.size == 1:
             return sent
-        received = sent.new_empty(sum(received_sizes))
-        dist.all_to_all_single(received, sent, received_sizes, sizes, group=self._shards.group)
-        return received
+        received_values = sent.new_empty(sum(received_sizes))
+        dist.all_to_all_single(received_values, sent, received_sizes, sizes, group=self._shards.group)
+        return received_values
 
     def _distribute_updates(
         self, parameters: list[nn.Parameter], replica: int, own: torch.Tensor | None, dtype: torch.dtype

@@ -39,11 +39,11 @@ def group_into_stacks(shapes: Sequence[tuple[int, int]], *, on_gpu: bool) -> lis
     by_shape: dict[tuple[int, int], list[int]] = {}
     for index, shape in enumerate(shapes):
         by_shape.setdefault(shape, []).append(index)
-    found = []
+    groups = []
     for (rows, columns), alike in by_shape.items():
         count = choose_stack_size(rows * columns, on_gpu=on_gpu)
-        found += [alike[begin : begin + count] for begin in range(0, len(alike), count)]
-    return found
+        groups += [alike[begin : begin + count] for begin in range(0, len(alike), count)]
+    return groups
 
 
 def count_operations(rows: int, columns: int) -> int:
@@ -66,19 +66,19 @@ def assign_matrices(shapes: tuple[tuple[int, int], ...], ranks: int, *, on_gpu: 
     largest = max((rows * columns for rows, columns in shapes), default=0)
     largest = max(largest, _TOGETHER) if on_gpu else largest
     rounds: list[list[list[int]]] = []
-    last, filled = [-1] * ranks, [0] * ranks  # of each rank: its last round, and the elements it has there
+    last, round_elements = [-1] * ranks, [0] * ranks  # of each rank: its last round, and the elements it has there
     loads = [(0, rank) for rank in range(ranks)]
     for index in sorted(range(len(shapes)), key=lambda index: (-count_operations(*shapes[index]), index)):
         work, rank = loads[0]
         heapq.heapreplace(loads, (work + count_operations(*shapes[index]), rank))
         elements = shapes[index][0] * shapes[index][1]
-        if last[rank] < 0 or filled[rank] + elements > largest:
-            last[rank], filled[rank] = last[rank] + 1, 0
+        if last[rank] < 0 or round_elements[rank] + elements > largest:
+            last[rank], round_elements[rank] = last[rank] + 1, 0
         if last[rank] == len(rounds):
             rounds.append([[] for _ in range(ranks)])
         rounds[last[rank]][rank].append(index)
-        filled[rank] += elements
-    return tuple(tuple(map(tuple, owned)) for owned in rounds)
+        round_elements[rank] += elements
+    return tuple(tuple(map(tuple, indices_by_rank)) for indices_by_rank in rounds)
 
 
 def count_rows(rows: int, ranks: int, rank: int) -> int:
@@ -86,5 +86,5 @@ def count_rows(rows: int, ranks: int, rank: int) -> int:
 
     Equal parts, the last ones smaller or empty.
     """
-    each = -(-rows // ranks)
-    return max(0, min(each, rows - each * rank))
+    rows_per_rank = -(-rows // ranks)
+    return max(0, min(rows_per_rank, rows - rows_per_rank * rank))

@@ -40,19 +40,19 @@ def _end(closing: threading.Event, watch: threading.Thread) -> None:
 
 
 def _watch(closing: threading.Event) -> None:
-    added: _Added | None = None
+    added_threads: _Added | None = None
     before, busy_at = CpuContention.now(), 0.0
     while not closing.wait(_INTERVAL):
         now = CpuContention.now()
         if now.since(before).get("waited", 0.0) > _BUSY:
             busy_at = time.monotonic()
-            added = added or _Added()
-        elif added is not None and time.monotonic() - busy_at > _QUIET_SECONDS:
-            added.end()
-            added = None
+            added_threads = added_threads or _Added()
+        elif added_threads is not None and time.monotonic() - busy_at > _QUIET_SECONDS:
+            added_threads.end()
+            added_threads = None
         before = now
-    if added is not None:
-        added.end()
+    if added_threads is not None:
+        added_threads.end()
 
 
 class _Added:

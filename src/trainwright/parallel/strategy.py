@@ -164,8 +164,8 @@ class Averaging(Strategy, Protocol):
 
 def check_averages(strategy: Strategy, optimizer: OptimizerSection) -> None:
     """Raise RequestError if the optimizer has averages, and the strategy cannot run them."""
-    named = optimizer.ema_decay is not None or OPTIMIZERS.get(optimizer.name).averages
-    if named and not isinstance(strategy, Averaging):
+    has_averages = optimizer.ema_decay is not None or OPTIMIZERS.get(optimizer.name).averages
+    if has_averages and not isinstance(strategy, Averaging):
         key = "optimizer.name" if optimizer.ema_decay is None else "optimizer.ema_decay"
         raise RequestError(
             f"{key}: {strategy.name} cannot exchange weights and their averages, as it has no exchange_averages; use "
@@ -200,14 +200,14 @@ def build_strategy(setup: StrategyConfig) -> Strategy:
     on_meta = any(parameter.is_meta for parameter in setup.module.parameters())
     assert setup.weights is not None or not on_meta, "nothing would fill the weights"
     name = setup.parallel.strategy
-    entry_point, described = look_up_strategy(name).implementation, STRATEGIES.describe(name)
-    implementation = load(entry_point, f"{described}: its implementation {entry_point}")
+    entry_point, description = look_up_strategy(name).implementation, STRATEGIES.describe(name)
+    implementation = load(entry_point, f"{description}: its implementation {entry_point}")
     if missing := [method for method in _METHODS if not hasattr(implementation, method)]:
-        raise RequestError(f"{described}: its implementation {entry_point} lacks {', '.join(missing)}")
+        raise RequestError(f"{description}: its implementation {entry_point} lacks {', '.join(missing)}")
     strategy: Strategy = implementation(setup)
     strategy.bf16_weights = getattr(strategy, "bf16_weights", None)
     if setup.rounding_seed is not None and strategy.bf16_weights is None:
-        raise RequestError(f"optimizer.master_weights: {described} keeps fp32 master weights; set it to true")
+        raise RequestError(f"optimizer.master_weights: {description} keeps fp32 master weights; set it to true")
     return strategy
 
 
@@ -226,10 +226,12 @@ def exchange_averages(optimizer: Optimizer) -> None:
     """Exchange every parameter with its average, if the optimizer has one."""
     for parameter, state in optimizer.state.items():
         if (average := state.get("average")) is not None:
-            for one, other in zip(_split_into_pieces(parameter), _split_into_pieces(average), strict=True):
-                kept = one.clone()
-                one.copy_(other)
-                other.copy_(kept)
+            for parameter_piece, average_piece in zip(
+                _split_into_pieces(parameter), _split_into_pieces(average), strict=True
+            ):
+                parameter_copy = parameter_piece.clone()
+                parameter_piece.copy_(average_piece)
+                average_piece.copy_(parameter_copy)
 
 
 def _split_into_pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -210,7 +210,7 @@ def _store_with_all(rank_info: RankInfo) -> dist.Store:
             store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=HOST_TIMEOUT))
         store = dist.PrefixStore("process group", store)
         store.set(f"joins/{rank}", "")
-        store.wait([f"joins/{other}" for other in range(size)], HOST_TIMEOUT)
+        store.wait([f"joins/{other_rank}" for other_rank in range(size)], HOST_TIMEOUT)
     return store
 
 
@@ -219,8 +219,8 @@ def choose_backends(device: torch.device) -> str:
 
     Without a bound device: NCCL would connect at once, and fail with its own message if two ranks share a GPU.
     """
-    own = dist.get_default_backend_for_device(device)  # nccl, also for RCCL; xccl; gloo
-    return own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
+    device_backend = dist.get_default_backend_for_device(device)  # nccl, also for RCCL; xccl; gloo
+    return device_backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{device_backend}"
 
 
 def ensure_process_group(world: World) -> None:
@@ -357,19 +357,19 @@ def _report_collective(function: Callable[..., Any], name: str) -> Callable[...,
 
     @functools.wraps(function)
     def collective(*arguments: Any, **keywords: Any) -> Any:
-        own = heartbeat.find_own_heartbeat()
+        local_heartbeat = heartbeat.find_own_heartbeat()
         group = arguments[group_position] if len(arguments) > group_position else keywords.get("group")
-        if own is None or group == _NO_MEMBER:
+        if local_heartbeat is None or group == _NO_MEMBER:
             return function(*arguments, **keywords)
         tensor = (
             "" if argument is None else _describe_argument(keywords.get(argument, arguments[position : position + 1]))
         )
         counted = group is None or group.size() == dist.get_world_size()
-        own.enter(name, tensor, _find_calling_line(), counted=counted, same_shape=argument is not None)
+        local_heartbeat.enter(name, tensor, _find_calling_line(), counted=counted, same_shape=argument is not None)
         try:
             return function(*arguments, **keywords)
         finally:
-            own.leave()
+            local_heartbeat.leave()
 
     collective.reports_to_heartbeat = True  # type: ignore[attr-defined]
     return collective
@@ -415,7 +415,7 @@ def explain_memory_shortage(world: World, required: int, available: int | None) 
         available: bytes that this rank may use; None: most of the free memory.
     """
     available_by_rank = [
-        each for (each,) in world.gather_floats([USABLE * free_bytes(world) if available is None else available])
+        free for (free,) in world.gather_floats([USABLE * free_bytes(world) if available is None else available])
     ]
     least = min(available_by_rank)
     if required <= least:

@@ -241,8 +241,8 @@ def choose_hardware_precision(cluster: Cluster) -> tuple[MixedPrecision, str]:
 
 def choose_precision(constraints: Constraints, cluster: Cluster) -> MixedPrecision:
     """Return the precision of the recipe, or else the fastest one found, or else that of the hardware."""
-    fixed: MixedPrecision | None = constraints.fixed.get("mixed_precision")
-    return fixed or constraints.precision or choose_hardware_precision(cluster)[0]
+    fixed_precision: MixedPrecision | None = constraints.fixed.get("mixed_precision")
+    return fixed_precision or constraints.precision or choose_hardware_precision(cluster)[0]
 
 
 def list_precisions(constraints: Constraints, rates: Rates) -> tuple[MixedPrecision, ...]:

@@ -106,12 +106,12 @@ def _build_errors(kinds: tuple[str, ...]) -> Errors:
 
 def _find_widest(kinds: tuple[str, ...], what: str) -> Interval:
     """Return the widest interval of the kinds; a kind with too few known runs has that of all runs."""
-    known = _read_ratios()["classes"]
-    intervals = [Interval(**known[kind][what]) if known.get(kind, {}).get(what) else None for kind in kinds]
-    of_all = Interval(**known[_ALL][what])
-    some = [one or of_all for one in intervals]
-    runs = min((one.runs for one in intervals if one), default=0)
-    return Interval(min(one.low for one in some), max(one.high for one in some), runs)
+    classes = _read_ratios()["classes"]
+    intervals = [Interval(**classes[kind][what]) if classes.get(kind, {}).get(what) else None for kind in kinds]
+    of_all = Interval(**classes[_ALL][what])
+    some = [interval or of_all for interval in intervals]
+    runs = min((interval.runs for interval in intervals if interval), default=0)
+    return Interval(min(interval.low for interval in some), max(interval.high for interval in some), runs)
 
 
 @cache

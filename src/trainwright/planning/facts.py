@@ -180,9 +180,9 @@ def read_configuration(model: ModelSection) -> Mapping[str, Any]:
         _check_sizes_given(configuration, "model.config")
         return configuration
     assert model.name is not None, "a recipe has a name or a config"
-    if (known := _look_up_known(model.name)) is not None:
+    if (catalog_model := _look_up_known(model.name)) is not None:
         check_model(model)
-        return _add_rows(select_text_config(known.config), model)
+        return _add_rows(select_text_config(catalog_model.config), model)
     file = _find_config(model.name) or _locate_model(model) / "config.json"
     if model.is_own:
         return _add_class(dict(read_json(file)), model)
@@ -296,8 +296,8 @@ def _find_local(model: ModelSection) -> tuple[Mapping[str, Any], str] | None:
 
 
 def _find_named(name: str) -> tuple[Mapping[str, Any], str] | None:
-    if (known := _look_up_known(name)) is not None:
-        return known.config, f"model.name: {name}"
+    if (catalog_model := _look_up_known(name)) is not None:
+        return catalog_model.config, f"model.name: {name}"
     file = _find_config(name)
     content = _read_config(file) if file is not None else None
     return (content, f"model.name: {file.parent}") if file is not None and isinstance(content, dict) else None
@@ -340,12 +340,12 @@ def read_named_configuration(name: str) -> Mapping[str, Any]:
         return read_configuration_file(path)
     if path.is_dir():
         return read_configuration_file(path / "config.json")
-    known = look_up_model(name)
-    if known is None and (file := _find_cached_config(name)) is not None:
+    catalog_model = look_up_model(name)
+    if catalog_model is None and (file := _find_cached_config(name)) is not None:
         return read_configuration_file(file)
-    resolved = known or find_model(name)
-    check_trainable(resolved.config, name, list_families())
-    return select_text_config(resolved.config)
+    model = catalog_model or find_model(name)
+    check_trainable(model.config, name, list_families())
+    return select_text_config(model.config)
 
 
 def assume_full_rows(recipe: RecipeSchema) -> Facts:
@@ -443,31 +443,31 @@ def _estimate_lengths(recipe: RecipeSchema, needs: Needs, assumptions: list[str]
     data = recipe.data
     if needs.full:
         return Lengths((data.max_length,), None, 1.0)
-    recalled = recall_lengths(recipe.model, data, recipe.train.seed, find_cache_root(), describe_rows(recipe))
-    if recalled is not None:
+    stored_lengths = recall_lengths(recipe.model, data, recipe.train.seed, find_cache_root(), describe_rows(recipe))
+    if stored_lengths is not None:
         if data.streaming is not None:
-            many = format_plural(len(recalled.quantiles), "example")
+            many = format_plural(len(stored_lengths.quantiles), "example")
             assumptions.append(f"examples as long as the first {many}: the others are tokenized while training")
-        return recalled
-    each = needs.sequences_per_example
+        return stored_lengths
+    per_example = needs.sequences_per_example
     parts = [] if recipe.spec.corpus else _read_first_examples(recipe)
     if data.train is None and parts:
-        others = [sequence for part in parts[1:] for example in part for sequence in example]
-        examples = _complete_examples(parts[0], each, others)
+        other_sequences = [sequence for part in parts[1:] for example in part for sequence in example]
+        examples = _complete_examples(parts[0], per_example, other_sequences)
     else:
-        examples = _complete_examples([example for part in parts for example in part], each)
+        examples = _complete_examples([example for part in parts for example in part], per_example)
     return _estimate_from_examples(recipe, needs, examples, assumptions)
 
 
 def _estimate_from_examples(
     recipe: RecipeSchema, needs: Needs, examples: list[list[Example]], assumptions: list[str], source: str = ""
 ) -> Lengths:
-    max_length, each = recipe.data.max_length, needs.sequences_per_example
+    max_length, per_example = recipe.data.max_length, needs.sequences_per_example
     guess = estimate(examples, max_length, recipe.model.tokenizer == "bytes")
     of_source = f" of {source}" if source else ""
     if guess is None:
-        longest = each * max_length
-        length_text = "data.max_length" if each == 1 else f"{each} times data.max_length"
+        longest = per_example * max_length
+        length_text = "data.max_length" if per_example == 1 else f"{per_example} times data.max_length"
         assumptions.append(
             f"every example{of_source} has {length_text}, {longest} tokens: the data is not available yet"
         )
@@ -486,14 +486,16 @@ def _estimate_stages(recipe: RecipeSchema, needs: Needs, assumptions: list[str])
     if needs.full:
         sources = [Lengths((data.max_length,), None, 1.0)] * len(data.sources)
     if sources is None:
-        each = needs.sequences_per_example
+        per_example = needs.sequences_per_example
         parts = [[]] * len(data.sources) if recipe.spec.corpus else _read_first_examples(recipe)
         sources = [
-            _estimate_from_examples(recipe, needs, _complete_examples(part, each), assumptions, name)
+            _estimate_from_examples(recipe, needs, _complete_examples(part, per_example), assumptions, name)
             for part, name in zip(parts, data.source_names, strict=True)
         ]
     weights = data.list_stage_weights([part.examples or 1 for part in sources])
-    return compute_stage_lengths(recipe, [mix_lengths(list(zip(sources, own, strict=True))) for own in weights])
+    return compute_stage_lengths(
+        recipe, [mix_lengths(list(zip(sources, source_weights, strict=True))) for source_weights in weights]
+    )
 
 
 def find_largest_stage(recipe: RecipeSchema) -> StageSection:
@@ -508,14 +510,14 @@ def find_largest_stage(recipe: RecipeSchema) -> StageSection:
 
 def compute_stage_lengths(recipe: RecipeSchema, lengths: Sequence[Lengths]) -> list[tuple[Lengths, float]]:
     """Return the lengths of each stage with the number of its examples; 0 behind the end of the run."""
-    end, stages, done = recipe.train.end, [], {"steps": 0.0, "tokens": 0.0}
-    for stage, own in zip(recipe.data.stages or (), lengths, strict=True):
-        size = _estimate_examples_per_step(recipe, own)
-        per_step = {"steps": 1.0, "tokens": size * own.mean}
+    end, stages, progress = recipe.train.end, [], {"steps": 0.0, "tokens": 0.0}
+    for stage, distribution in zip(recipe.data.stages or (), lengths, strict=True):
+        size = _estimate_examples_per_step(recipe, distribution)
+        per_step = {"steps": 1.0, "tokens": size * distribution.mean}
         ends = [until for until in (stage.end, end) if until is not None]
-        steps = max(0.0, min((until.number - done[until.unit]) / per_step[until.unit] for until in ends))
-        done = {unit: count + steps * per_step[unit] for unit, count in done.items()}
-        stages.append((own, steps * size))
+        steps = max(0.0, min((until.number - progress[until.unit]) / per_step[until.unit] for until in ends))
+        progress = {unit: count + steps * per_step[unit] for unit, count in progress.items()}
+        stages.append((distribution, steps * size))
     return stages
 
 
@@ -525,21 +527,23 @@ def _read_first_examples(recipe: RecipeSchema) -> list[list[list[Example]]]:
     from trainwright.data.sources.reading import check_source
     from trainwright.data.sources.registry import find_registered_source, load_registered_rows
 
-    data, total_weight = recipe.data, sum(one.weight for one in recipe.data.sources)
+    data, total_weight = recipe.data, sum(source.weight for source in recipe.data.sources)
     parts: list[list[list[Example]]] = []
-    for one, key in zip(data.sources, data.source_keys, strict=True):
-        files = find_registered_source(one.source) is None
+    for source, key in zip(data.sources, data.source_keys, strict=True):
+        files = find_registered_source(source.source) is None
         examples_of_source = (
-            check_source(one.source, key, one.format == "documents") if files else load_registered_rows(one.source)
+            check_source(source.source, key, source.format == "documents")
+            if files
+            else load_registered_rows(source.source)
         )
         rows, kind = (
-            examples_of_source[: max(1, round(_SAMPLED_ROWS * one.weight / total_weight))],
+            examples_of_source[: max(1, round(_SAMPLED_ROWS * source.weight / total_weight))],
             look_up_reader(recipe, key),
         )
         parts.append([])
         if not rows:
             continue
-        layout = kind.layout(list(dict.fromkeys(field for row in rows for field in row)), rows, one.rows)
+        layout = kind.layout(list(dict.fromkeys(field for row in rows for field in row)), rows, source.rows)
         for row in rows:
             with suppress(NoTarget):  # left out and counted when the data is prepared
                 examples = kind.split(kind.sequences(row, layout))

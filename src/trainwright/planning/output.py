@@ -45,8 +45,8 @@ _SHOWN = 8
 def group_memory(candidate: Candidate) -> dict[str, int]:
     """Return the bytes at the peak by ``_GROUPS``; the overhead of the process counts as the rest."""
     sums = dict.fromkeys(_GROUPS, 0)
-    for name, taken in candidate.memory.parts.items():
-        sums[next((group for word, group in _GROUP_OF if word in name), "rest")] += taken
+    for name, amount in candidate.memory.parts.items():
+        sums[next((group for word, group in _GROUP_OF if word in name), "rest")] += amount
     sums["rest"] += sum(candidate.memory.overhead.values())
     return sums
 
@@ -59,27 +59,32 @@ def format_candidates(plan: RunPlan, everything: bool = False, width: int | None
     narrow = width is not None and width < _WIDE
     best = plan.chosen if plan.fits else None
     rows = sort_candidates(plan, everything=everything)
-    scale = max([one.needed_bytes for one in rows if one.runs] or [rows[0].needed_bytes]) if rows else 1
+    scale = (
+        max([candidate.needed_bytes for candidate in rows if candidate.runs] or [rows[0].needed_bytes]) if rows else 1
+    )
     scale = max(scale, plan.chosen.available_bytes if plan.chosen.needed_bytes > scale // 2 else scale)
     yield (
         f"{'strategy':<18}{'on':>4} {'batch':>8}  {'recompute':<9}{'' if narrow else _MEMORY}{'needed':>10}"
         f"{'step':>10}{'tokens/s':>11}{'MFU':>5}{'' if narrow else '  verdict'}"
     )
-    for one in rows:
-        chosen = best is not None and is_same_place(one.choice, best.choice)
-        row = _format_row(one, "" if narrow else f"  {_draw_bar(one, scale):<{_BAR}}", chosen=chosen)
-        why = "chosen" + "; compiled, unlike the others" * one.choice.compile
-        why = why if chosen else describe_verdict(one, plan.search.best)
+    for candidate in rows:
+        chosen = best is not None and is_same_place(candidate.choice, best.choice)
+        row = _format_row(candidate, "" if narrow else f"  {_draw_bar(candidate, scale):<{_BAR}}", chosen=chosen)
+        why = "chosen" + "; compiled, unlike the others" * candidate.choice.compile
+        why = why if chosen else describe_verdict(candidate, plan.search.best)
         yield from (row, f"    {why}") if narrow else (f"{row}  {why}",)
     legend = "" if narrow else "  ".join(f"{mark} {name}" for name, mark in _GROUPS.items()) + "; "
     free = format_bytes(plan.chosen.available_bytes)
     sharing = "all processes together" if plan.cluster.device == "cpu" else "a device"
     yield f"{legend}{free} available ({sharing})"
     if (
-        shown := next((one.time for one in rows if one.time is not None and one.time.mfu is not None), None)
+        step_time := next(
+            (candidate.time for candidate in rows if candidate.time is not None and candidate.time.mfu is not None),
+            None,
+        )
     ) is not None:
-        yield f"MFU: of the {_describe_peak(shown)}"
-    if any(not one.layout.reshard_after_forward for one in rows):
+        yield f"MFU: of the {_describe_peak(step_time)}"
+    if any(not candidate.layout.reshard_after_forward for candidate in rows):
         yield "whole: weights stay gathered between forward and backward (parallel.reshard_after_forward=false)"
 
 
@@ -88,18 +93,18 @@ def describe_plan(plan: RunPlan) -> Iterator[str]:
     if not plan.fits:
         yield describe_shortage(plan.chosen, plan.cluster, plan.suggestions)
         return
-    chosen, time = plan.chosen, plan.chosen.time
+    candidate, time = plan.chosen, plan.chosen.time
     assert time is not None
     yield from _label_lines("chosen", plan.reasons or ["as the recipe says"])
     yield from _label_lines("attention", plan.attention)
-    yield from _label_lines("memory", [*_format_memory(chosen), *_format_phases(chosen)])
+    yield from _label_lines("memory", [*_format_memory(candidate), *_format_phases(candidate)])
     yield from _label_lines("step", [_describe_time(time.parts, time.seconds)])
     speed = f"{time.tokens_per_second:,.0f} tokens/s"
-    if chosen.choice.num_processes > 1 and plan.cluster.has_gpus:
-        speed += f", {time.tokens_per_second / chosen.choice.num_processes:,.0f} per device"
+    if candidate.choice.num_processes > 1 and plan.cluster.has_gpus:
+        speed += f", {time.tokens_per_second / candidate.choice.num_processes:,.0f} per device"
     if time.mfu is not None:
         speed += f", {time.mfu:.0%} of the {_describe_peak(time)}"
-    yield from _label_lines("speed", [speed, _describe_speed_interval(chosen.errors, time.tokens_per_second)])
+    yield from _label_lines("speed", [speed, _describe_speed_interval(candidate.errors, time.tokens_per_second)])
     if plan.workload.steps is not None:
         yield from _label_lines("run", [_describe_run(plan)])
     yield from _label_lines("assumed", [_describe_rates(plan), *_describe_own_runs(plan), *plan.assumptions])
@@ -112,16 +117,18 @@ def _describe_peak(time: StepTime) -> str:
 
 def summarize_plan(plan: RunPlan) -> str:
     """Return the chosen plan in one line."""
-    chosen, choice, time = plan.chosen, plan.chosen.choice, plan.chosen.time
+    candidate, choice, time = plan.chosen, plan.chosen.choice, plan.chosen.time
     trouble = "" if plan.basis.trouble is None else f" by datasheets, as {plan.basis.trouble.partition(', so ')[0]}"
-    prefix = f"plan{trouble}: {chosen.layout.describe(choice.num_processes)} on {choice.num_processes}"
-    low, high = (format_bytes(round(value)) for value in chosen.errors.memory.of(chosen.memory.total))
-    memory = f"{format_bytes(chosen.memory.total)} ({low} to {high}) per process"
+    prefix = f"plan{trouble}: {candidate.layout.describe(choice.num_processes)} on {choice.num_processes}"
+    low, high = (format_bytes(round(value)) for value in candidate.errors.memory.of(candidate.memory.total))
+    memory = f"{format_bytes(candidate.memory.total)} ({low} to {high}) per process"
     if time is None:
-        return f"{prefix}, {memory} of {format_bytes(chosen.available_bytes)}: it does not fit"
-    slow, fast = chosen.errors.speed.of(time.tokens_per_second)
+        return f"{prefix}, {memory} of {format_bytes(candidate.available_bytes)}: it does not fit"
+    slow, fast = candidate.errors.speed.of(time.tokens_per_second)
     speed = f"{time.tokens_per_second:,.0f} ({slow:,.0f} to {fast:,.0f}) tokens/s"
-    line = f"{prefix}, {memory}{', which is close' * chosen.is_close}, {format_seconds(time.seconds)} per step, {speed}"
+    line = (
+        f"{prefix}, {memory}{', which is close' * candidate.is_close}, {format_seconds(time.seconds)} per step, {speed}"
+    )
     steps = plan.workload.steps
     return (
         line if steps is None else f"{line}, {format_seconds(steps * time.seconds)} for {format_plural(steps, 'step')}"
@@ -135,15 +142,27 @@ def sort_candidates(plan: RunPlan, *, everything: bool) -> list[Candidate]:
         everything: not only the best one of each kind.
     """
     runs = sorted(
-        (one for one in plan.search.candidates if one.runs), key=lambda one: one.time.seconds if one.time else 0
+        (candidate for candidate in plan.search.candidates if candidate.runs),
+        key=lambda one: one.time.seconds if one.time else 0,
     )
-    others = sorted((one for one in plan.search.candidates if not one.runs), key=lambda one: one.shortfall)
-    rows = [plan.chosen, *(one for one in [*runs, *others] if not is_same_place(one.choice, plan.chosen.choice))]
+    infeasible_candidates = sorted(
+        (candidate for candidate in plan.search.candidates if not candidate.runs), key=lambda one: one.shortfall
+    )
+    rows = [
+        plan.chosen,
+        *(
+            candidate
+            for candidate in [*runs, *infeasible_candidates]
+            if not is_same_place(candidate.choice, plan.chosen.choice)
+        ),
+    ]
     if everything:
         return rows
     fastest: dict[tuple[object, ...], Candidate] = {}
-    for one in rows:
-        fastest.setdefault((one.choice.strategy, one.layout.offloads, one.choice.num_processes == 1), one)
+    for candidate in rows:
+        fastest.setdefault(
+            (candidate.choice.strategy, candidate.layout.offloads, candidate.choice.num_processes == 1), candidate
+        )
     return list(fastest.values())[:_SHOWN]
 
 
@@ -152,13 +171,13 @@ def _format_row(one: Candidate, memory: str, *, chosen: bool) -> str:
     batch = f"{choice.micro_batch_size} x {choice.gradient_accumulation_steps}"
     recompute = str(choice.activation_checkpointing)
     recompute = f"1 in {recompute}" if recompute.isdigit() else recompute
-    shown = ("-", "-") if time is None else (format_seconds(time.seconds), f"{time.tokens_per_second:,.0f}")
+    cells = ("-", "-") if time is None else (format_seconds(time.seconds), f"{time.tokens_per_second:,.0f}")
     mfu = "-" if time is None or time.mfu is None else f"{time.mfu:.0%}"
     mark = "*" if chosen else " "
     name = f"{mark}{one.layout.describe(choice.num_processes)}"
     return (
         f"{name:<18}{choice.num_processes:>4} {batch:>8}  {recompute:<9}{memory}"
-        f"{format_bytes(one.needed_bytes):>10}{shown[0]:>10}{shown[1]:>11}{mfu:>5}"
+        f"{format_bytes(one.needed_bytes):>10}{cells[0]:>10}{cells[1]:>11}{mfu:>5}"
     )
 
 
@@ -167,18 +186,20 @@ def _draw_bar(one: Candidate, scale: int) -> str:
     groups = group_memory(one)
     total = max(1, sum(groups.values()))
     length = min(1.0, one.needed_bytes / scale) * _BAR
-    bar, reached = "", 0.0
+    bar, position = "", 0.0
     for name, mark in _GROUPS.items():
-        reached += groups[name] / total * length
-        bar += mark * (round(reached) - len(bar))
+        position += groups[name] / total * length
+        bar += mark * (round(position) - len(bar))
     return bar if one.fits else bar[: _BAR - 1] + ">"
 
 
 def _format_memory(chosen: Candidate) -> Iterator[str]:
     parts = {**chosen.memory.parts, **chosen.memory.overhead}
     largest = sorted(parts.items(), key=lambda item: -item[1])
-    shown = ", ".join(f"{name} {format_bytes(taken)}" for name, taken in largest if taken > 0.005 * chosen.memory.total)
-    yield f"{format_bytes(chosen.memory.total)} per process at the peak: {shown}"
+    text = ", ".join(
+        f"{name} {format_bytes(amount)}" for name, amount in largest if amount > 0.005 * chosen.memory.total
+    )
+    yield f"{format_bytes(chosen.memory.total)} per process at the peak: {text}"
     if chosen.is_close:
         yield (
             f"{describe_fit(chosen)}, of {format_bytes(chosen.available_bytes)}: the largest step is tested before "
@@ -203,7 +224,7 @@ def _describe_runs(errors: Errors, count: int) -> str:
 
 
 def _format_phases(chosen: Candidate) -> list[str]:
-    phases = ", ".join(f"{name} {format_bytes(taken)}" for name, taken in chosen.memory.phases.items())
+    phases = ", ".join(f"{name} {format_bytes(amount)}" for name, amount in chosen.memory.phases.items())
     lines = [f"tensors by phase: {phases}"]
     if chosen.host_needed_bytes:
         lines.append(f"{format_bytes(chosen.host_needed_bytes)} in the host's memory of each node")
@@ -211,8 +232,8 @@ def _format_phases(chosen: Candidate) -> list[str]:
 
 
 def _describe_time(parts: Mapping[str, float], seconds: float) -> str:
-    shown = [f"{name} {part / seconds:.0%}" for name, part in sorted(parts.items(), key=lambda item: -item[1])]
-    return f"{format_seconds(seconds)}: {', '.join(text for text in shown if not text.endswith(' 0%'))}"
+    shares = [f"{name} {part / seconds:.0%}" for name, part in sorted(parts.items(), key=lambda item: -item[1])]
+    return f"{format_seconds(seconds)}: {', '.join(text for text in shares if not text.endswith(' 0%'))}"
 
 
 def _describe_rates(plan: RunPlan) -> str:
@@ -220,12 +241,12 @@ def _describe_rates(plan: RunPlan) -> str:
         return "times measured on this machine"
     if plan.basis.trouble is not None:
         return plan.basis.trouble
-    if (measured := plan.basis.measurement) is not None:
-        line = f"times from rates measured on this machine ({measured.measured}): {describe_rates(measured)}"
+    if (calibration := plan.basis.measurement) is not None:
+        line = f"times from rates measured on this machine ({calibration.measured}): {describe_rates(calibration)}"
         return f"{line}; `trainwright machine calibrate` measures them in more detail"
     # Any other machine may only be described, and not be present.
-    here = plan.cluster.device == "cpu"
-    return f"times from nominal rates{'; `trainwright machine calibrate` measures them' * here}"
+    on_cpu = plan.cluster.device == "cpu"
+    return f"times from nominal rates{'; `trainwright machine calibrate` measures them' * on_cpu}"
 
 
 def _describe_own_runs(plan: RunPlan) -> Iterator[str]:
@@ -273,25 +294,25 @@ def draw_plan(plan: RunPlan, file: Path) -> None:
         RequestError: ``file`` has an unsupported format, or its directory does not exist.
         MachineError: matplotlib is not installed.
     """
-    shown = sort_candidates(plan, everything=True)[:_MOST_BARS]
-    figure = build_figure(12, 1.4 + 0.45 * len(shown), "--chart")
+    rows = sort_candidates(plan, everything=True)[:_MOST_BARS]
+    figure = build_figure(12, 1.4 + 0.45 * len(rows), "--chart")
     axes, speeds = figure.subplots(1, 2, sharey=True, width_ratios=(5, 3))
-    names = [_name_candidate(one) for one in shown]
+    names = [_name_candidate(candidate) for candidate in rows]
     names[0] += "\nchosen" if plan.fits else "\nneeds least"
-    left = [0.0] * len(shown)
+    left = [0.0] * len(rows)
     for group, color in _COLORS.items():
         widths = []
-        for one in shown:
-            parts = group_memory(one)
-            widths.append(parts[group] / max(1, sum(parts.values())) * one.needed_bytes / 2**30)
+        for candidate in rows:
+            parts = group_memory(candidate)
+            widths.append(parts[group] / max(1, sum(parts.values())) * candidate.needed_bytes / 2**30)
         axes.barh(names, widths, left=left, color=color, label=group)
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.axvline(plan.chosen.available_bytes / 2**30, color="#a33", linestyle="--", label="available")
     axes.invert_yaxis()
-    for each in (axes, speeds):
-        each.axhspan(-0.5, 0.5, color="#2f5d8a", alpha=0.12, zorder=0)
+    for subplot in (axes, speeds):
+        subplot.axhspan(-0.5, 0.5, color="#2f5d8a", alpha=0.12, zorder=0)
     axes.get_yticklabels()[0].set_fontweight("bold")
-    rates = [0.0 if one.time is None else one.time.tokens_per_second for one in shown]
+    rates = [0.0 if candidate.time is None else candidate.time.tokens_per_second for candidate in rows]
     bars = speeds.barh(names, rates, color="#2f5d8a")
     speeds.bar_label(bars, [f"{rate:,.0f}" if rate else "" for rate in rates], padding=3, fontsize="small")
     speeds.margins(x=0.2)

@@ -146,8 +146,8 @@ class RunPlan:
             "attention": list(self.attention),
             "assumptions": list(self.assumptions),
             "workload": _convert_workload(self.workload),
-            "candidates": [_convert_candidate(one) for one in self.search.candidates],
-            "rivals": [_convert_candidate(one) for one in self.rivals],
+            "candidates": [_convert_candidate(candidate) for candidate in self.search.candidates],
+            "rivals": [_convert_candidate(candidate) for candidate in self.rivals],
             "ways_out": [
                 {"change": way.change, "chosen": _convert_candidate(way.candidate)} for way in self.suggestions
             ],
@@ -186,21 +186,21 @@ def make_plan(
     result, precision, rivals = _search_precisions(evaluator, constraints)
     if not result.candidates:
         raise RequestError(_describe_impossible(constraints, workload, cluster))
-    chosen = result.best or result.nearest
+    candidate = result.best or result.nearest
     if result.best is not None:
-        chosen = _try_compiled(evaluator, constraints, chosen)
-    out = () if chosen.runs else tuple(find_suggestions(evaluator, constraints, chosen))
+        candidate = _try_compiled(evaluator, constraints, candidate)
+    out = () if candidate.runs else tuple(find_suggestions(evaluator, constraints, candidate))
     return RunPlan(
         workload=workload,
         cluster=cluster,
         constraints=constraints,
-        chosen=chosen,
+        chosen=candidate,
         search=result,
         suggestions=out,
         reasons=tuple(
-            iterate_reasons(chosen, result, constraints, workload, cluster, precision, _explain_no_compile(cluster))
+            iterate_reasons(candidate, result, constraints, workload, cluster, precision, _explain_no_compile(cluster))
         ),
-        assumptions=(*_describe_rates(basis), *_explain_bound(workload, chosen), *cluster.assumptions, *assumptions),
+        assumptions=(*_describe_rates(basis), *_explain_bound(workload, candidate), *cluster.assumptions, *assumptions),
         basis=basis,
         rivals=rivals,
     )
@@ -215,22 +215,22 @@ def _search_precisions(evaluator: Evaluator, constraints: Constraints) -> _Chose
     The reason is a pair of precision and text, or None if the recipe sets the precision.
     """
     options = list_precisions(constraints, evaluator.rates)
-    tried = {precision: search(evaluator, replace(constraints, precision=precision)) for precision in options}
-    searched = {precision: one for precision, one in tried.items() if one.candidates}
-    if len(searched) < 2:
+    results = {precision: search(evaluator, replace(constraints, precision=precision)) for precision in options}
+    searches = {precision: result for precision, result in results.items() if result.candidates}
+    if len(searches) < 2:
         why = None if "mixed_precision" in constraints.fixed else choose_hardware_precision(evaluator.cluster)
-        return next(iter((searched or tried).values())), why, ()
-    runs = {precision: one for precision, one in searched.items() if one.best is not None}
+        return next(iter((searches or results).values())), why, ()
+    runs = {precision: result for precision, result in searches.items() if result.best is not None}
     if not runs:
-        chosen = min(searched, key=lambda precision: searched[precision].nearest.shortfall)
-        return searched[chosen], (chosen, f"nearer to fitting than {' or '.join(_list_others(searched, chosen))}"), ()
+        choice = min(searches, key=lambda precision: searches[precision].nearest.shortfall)
+        return searches[choice], (choice, f"nearer to fitting than {' or '.join(_list_others(searches, choice))}"), ()
     if len(runs) == 1:
-        (chosen, one) = next(iter(runs.items()))
-        return one, (chosen, f"with {' or '.join(_list_others(searched, chosen))} nothing fits"), ()
+        (choice, result) = next(iter(runs.items()))
+        return result, (choice, f"with {' or '.join(_list_others(searches, choice))} nothing fits"), ()
     plain, low = runs["no"].fastest, runs["bf16"].fastest
-    chosen = "bf16" if low < _WORTH_ROUNDING * plain else "no"
-    rivals = tuple(one.best for precision, one in runs.items() if precision != chosen and one.best is not None)
-    return runs[chosen], (chosen, _explain_precision(evaluator, chosen, plain, low)), rivals
+    choice = "bf16" if low < _WORTH_ROUNDING * plain else "no"
+    rivals = tuple(result.best for precision, result in runs.items() if precision != choice and result.best is not None)
+    return runs[choice], (choice, _explain_precision(evaluator, choice, plain, low)), rivals
 
 
 def _list_others(results: Mapping[MixedPrecision, SearchResult], chosen: MixedPrecision) -> list[str]:
@@ -265,7 +265,7 @@ def _describe_rates(basis: Basis) -> tuple[str, ...]:
 def build_constraints(recipe: RecipeSchema) -> Constraints:
     """Return the constraints of a recipe: every key that is not ``auto``, and those of a named strategy."""
     train, parallel = recipe.train, recipe.parallel
-    named = {
+    recipe_values = {
         "strategy": parallel.strategy,
         "num_processes": parallel.processes,
         "micro_batch_size": train.micro_batch_size,
@@ -276,19 +276,19 @@ def build_constraints(recipe: RecipeSchema) -> Constraints:
     }
     elastic = parallel.num_processes
     if isinstance(elastic, ProcessRange):
-        del named["num_processes"]
-    fixed: dict[str, Any] = {key: value for key, value in named.items() if value != "auto"}
+        del recipe_values["num_processes"]
+    fixed_values: dict[str, Any] = {key: value for key, value in recipe_values.items() if value != "auto"}
     if train.activation_offload:
-        fixed["activation_offload"] = True
-    implied = find_implied_strategy(parallel.model_copy(update={"strategy": "auto"}))
+        fixed_values["activation_offload"] = True
+    strategy = find_implied_strategy(parallel.model_copy(update={"strategy": "auto"}))
 
     def why_not(processes: int, given_up: frozenset[str]) -> str:
         problems = list_contradictions(set_processes(_set_to_auto(recipe, given_up), processes))
         return f"{problems[0].keys[0]}: {problems[0].message}" if problems else ""
 
     return Constraints(
-        {**fixed, **_select_layout_constraints(parallel)},
-        bound=frozenset() if implied is None else frozenset(["strategy"]),
+        {**fixed_values, **_select_layout_constraints(parallel)},
+        bound=frozenset() if strategy is None else frozenset(["strategy"]),
         why_not=why_not,
         worlds=_list_worlds_in_range(recipe, elastic) if isinstance(elastic, ProcessRange) else (),
     )
@@ -325,11 +325,11 @@ def _try_compiled(evaluator: Evaluator, constraints: Constraints, chosen: Candid
     steps = evaluator.workload.steps
     if "compile" in constraints.fixed or steps is None or _explain_no_compile(evaluator.cluster) is not None:
         return chosen
-    compiled = evaluator.fit(replace(chosen.choice, compile=True))
-    if not compiled.runs:
+    compiled_candidate = evaluator.fit(replace(chosen.choice, compile=True))
+    if not compiled_candidate.runs:
         return chosen
-    saved = (evaluator.seconds(chosen.choice) - evaluator.seconds(compiled.choice)) * steps
-    return evaluator.time_candidate(compiled) if saved > _WORTH_COMPILING * _COMPILE_SECONDS else chosen
+    savings = (evaluator.seconds(chosen.choice) - evaluator.seconds(compiled_candidate.choice)) * steps
+    return evaluator.time_candidate(compiled_candidate) if savings > _WORTH_COMPILING * _COMPILE_SECONDS else chosen
 
 
 def _explain_no_compile(cluster: Cluster) -> str | None:

@@ -40,10 +40,10 @@ _KEYS = {
 
 def build_observer(run: ObservedRun, _: object) -> PlanWatch | None:
     """Return the observer of a run; None if there is no plan of its number of processes to compare with."""
-    watched = WatchedPlan.of(run.directory, read_plan(run.directory), run.may_replan)
-    if watched is None or watched.chosen.get("num_processes", run.processes) != run.processes:
+    watched_plan = WatchedPlan.of(run.directory, read_plan(run.directory), run.may_replan)
+    if watched_plan is None or watched_plan.chosen.get("num_processes", run.processes) != run.processes:
         return None
-    return PlanWatch(watched, run.emit, run.own)
+    return PlanWatch(watched_plan, run.emit, run.own)
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,14 @@ class WatchedPlan:
     @classmethod
     def of(cls, run: Path, plan: Mapping[str, Any], replan: bool) -> WatchedPlan | None:
         """Return None if there is nothing to compare with: no plan, or one by datasheets of a described machine."""
-        predicted = plan.get("predicted")
-        if not isinstance(predicted, dict) or not predicted.get("tokens_per_second"):
+        prediction = plan.get("predicted")
+        if not isinstance(prediction, dict) or not prediction.get("tokens_per_second"):
             return None
-        measured = bool(predicted.get("measured") or predicted.get("calibrated"))
+        measured = bool(prediction.get("measured") or prediction.get("calibrated"))
         if not measured and not detect().is_here:
             return None
         candidates = [*plan.get("candidates", ()), *plan.get("rivals", ())]
-        return cls(run, predicted, plan.get("own_runs") or {}, plan.get("chosen") or {}, candidates, replan)
+        return cls(run, prediction, plan.get("own_runs") or {}, plan.get("chosen") or {}, candidates, replan)
 
 
 class PlanWatch:
@@ -100,36 +100,34 @@ class PlanWatch:
 
     def _judge(self, step: int) -> None:
         assert self._before is not None
-        judged = self._steps[_WARM_UP:]
-        tokens = mean(seconds * rate for seconds, rate in judged)  # steps differ in their number
+        judged_steps = self._steps[_WARM_UP:]
+        tokens = mean(seconds * rate for seconds, rate in judged_steps)  # steps differ in their number
         expected = tokens / self._watched.predicted["tokens_per_second"]
-        measured = tokens / median(rate for _, rate in judged)
-        if expected / _WRONG <= measured <= expected * _WRONG:
+        actual = tokens / median(rate for _, rate in judged_steps)
+        if expected / _WRONG <= actual <= expected * _WRONG:
             return
-        causes = self._outside() if measured > expected else []
+        causes = self._outside() if actual > expected else []
         cause = describe_causes(causes) if causes else self._inside()
-        offer = (
-            None if measured < expected else self._offer(measured, min(_compute_slowdown(causes), measured / expected))
-        )
+        offer = None if actual < expected else self._offer(actual, min(_compute_slowdown(causes), actual / expected))
         message = (
-            f"the plan expected {expected:.3g} s per step, and the first {_JUDGED} took {measured:.3g} s each: {cause}"
+            f"the plan expected {expected:.3g} s per step, and the first {_JUDGED} took {actual:.3g} s each: {cause}"
         )
         if offer is not None:
-            message += f". {_describe_offer(offer, measured)}"
+            message += f". {_describe_offer(offer, actual)}"
             if self._watched.replan:
                 message += "; the run switches after its next checkpoint (train.replan: auto)"
                 try_write(self._watched.run / REPLAN, json.dumps(offer))
-        shown = {"cause": cause, "causes": [each.kind for each in causes], "offer": offer}
-        details = {"step": step, "predicted": expected, "measured": measured, **shown}
+        explanation = {"cause": cause, "causes": [slowdown.kind for slowdown in causes], "offer": offer}
+        details = {"step": step, "predicted": expected, "measured": actual, **explanation}
         self._emit(Notice(message=message, kind="plan", details=details))
 
     def _outside(self) -> list[Slowdown]:
         """Return the causes outside the prediction that make steps slow, largest first."""
         assert self._before is not None
-        before, waited = self._before
+        before, wait = self._before
         threads = self._watched.predicted.get("threads")
         return self._process.find_causes(
-            before, elsewhere=heartbeat.sum_collective_seconds() - waited, planned_threads=threads
+            before, elsewhere=heartbeat.sum_collective_seconds() - wait, planned_threads=threads
         )
 
     def _inside(self) -> str:
@@ -142,11 +140,15 @@ class PlanWatch:
 
         The error found for a number of processes and a precision is assumed for their other strategies, too.
         """
-        chosen = self._watched.chosen
-        others = [one for one in self._watched.candidates if one.get("time") and _is_different(one, chosen)]
+        chosen_candidate = self._watched.chosen
+        alternatives = [
+            candidate
+            for candidate in self._watched.candidates
+            if candidate.get("time") and _is_different(candidate, chosen_candidate)
+        ]
         if self._watched.replan:
-            others = [one for one in others if _is_same_run(one, chosen)]
-        best = min(others, key=lambda one: one["time"]["seconds"], default=None)
+            alternatives = [candidate for candidate in alternatives if _is_same_run(candidate, chosen_candidate)]
+        best = min(alternatives, key=lambda one: one["time"]["seconds"], default=None)
         if best is None or best["time"]["seconds"] * slower * _WORTH > measured:
             return None
         names = [name for keys in _KEYS.values() for name in keys] + ["mixed_precision", "threads"]
@@ -158,10 +160,10 @@ class PlanWatch:
         causes = find_causes(measured, elsewhere=measured.get("in_collectives", 0.0))
         if any(cause.kind in _PASSING for cause in causes) or measured.get("steps", 0) < _JUDGED or not machine.is_here:
             return
-        predicted = self._watched.predicted
-        plain = predicted["tokens_per_second"] * (predicted.get("correction") or 1.0)
+        prediction = self._watched.predicted
+        plain = prediction["tokens_per_second"] * (prediction.get("correction") or 1.0)
         memory = (
-            measured.get("memory_bytes", 0.0) / predicted["memory_bytes"] if predicted.get("memory_bytes") else None
+            measured.get("memory_bytes", 0.0) / prediction["memory_bytes"] if prediction.get("memory_bytes") else None
         )
         if (run := parse_run(self._watched.own, plain / measured["tokens_per_second"], memory)) is not None:
             remember_run(machine, run)

@@ -38,11 +38,13 @@ def iterate_reasons(
     ``precision``: the chosen one and why; None if the recipe sets it. ``uncompiled``: why blocks cannot be compiled.
     """
     choice = chosen.choice
-    searched = result.best or chosen  # not compiled, like all candidates it is compared with
+    candidate = result.best or chosen  # not compiled, like all candidates it is compared with
     if "num_processes" not in constraints.fixed:
-        yield f"parallel.num_processes {choice.num_processes}: {_explain_count(searched, result, workload, cluster)}"
+        why = _explain_processes(candidate, result, workload, cluster)
+        yield f"parallel.num_processes {choice.num_processes}: {why}"
     if "strategy" not in constraints.fixed:
-        yield f"parallel.strategy {chosen.layout.in_words(choice.num_processes)}: {_explain_strategy(searched, result)}"
+        layout = chosen.layout.in_words(choice.num_processes)
+        yield f"parallel.strategy {layout}: {_explain_strategy(candidate, result)}"
     if precision is not None:
         yield f"train.mixed_precision {precision[0]}: {precision[1]}"
     if "activation_checkpointing" not in constraints.fixed:
@@ -164,18 +166,20 @@ def _find_slower_part(candidate: Candidate, best: Candidate) -> str:
     return name if difference > 0.3 * (candidate.time.seconds - best.time.seconds) else ""
 
 
-def _explain_count(chosen: Candidate, result: SearchResult, workload: Workload, cluster: Cluster) -> str:
+def _explain_processes(chosen: Candidate, result: SearchResult, workload: Workload, cluster: Cluster) -> str:
     count = chosen.choice.num_processes
-    others = [one for one in result.candidates if one.runs and one.choice.num_processes != count]
+    alternatives = [
+        candidate for candidate in result.candidates if candidate.runs and candidate.choice.num_processes != count
+    ]
     rows = max(1, math.ceil(workload.global_batch_rows))
     if count > rows:
         without = format_plural(count - rows, "process has none and holds", "processes have none and hold")
         return f"a step has {format_plural(rows, 'row')}; {without} shards, which leaves more memory to each"
-    if not others and result.slower and chosen.time is not None:
+    if not alternatives and result.slower and chosen.time is not None:
         nearest_count, seconds = min(result.slower.items(), key=lambda item: item[1])
         ratio = seconds / chosen.time.seconds
         return f"with {nearest_count} a step would take {ratio:.2f} times as long even at the peak rate"
-    if not others or chosen.time is None:
+    if not alternatives or chosen.time is None:
         if count == 1 and cluster.devices == 1 and cluster.has_gpus:
             return "only one GPU"
         if count >= workload.global_batch_rows:
@@ -184,7 +188,7 @@ def _explain_count(chosen: Candidate, result: SearchResult, workload: Workload, 
         if cluster.has_gpus:
             return "one per GPU" if count == cluster.devices else "the most that the set values allow"
         return "as many as fit"
-    nearest = min(others, key=lambda one: one.time.seconds if one.time else float("inf"))
+    nearest = min(alternatives, key=lambda one: one.time.seconds if one.time else float("inf"))
     assert nearest.time is not None
     ratio = nearest.time.seconds / chosen.time.seconds
     return f"with {nearest.choice.num_processes} a step takes {ratio:.2f} times as long"
@@ -192,10 +196,14 @@ def _explain_count(chosen: Candidate, result: SearchResult, workload: Workload, 
 
 def _explain_strategy(chosen: Candidate, result: SearchResult) -> str:
     count = chosen.choice.num_processes
-    others = [one for one in result.candidates if one.choice.num_processes == count and one.layout != chosen.layout]
+    alternatives = [
+        candidate
+        for candidate in result.candidates
+        if candidate.choice.num_processes == count and candidate.layout != chosen.layout
+    ]
     if not chosen.runs:
         return "the nearest to fitting"
-    lost = [f"{one.layout.in_words(count)} {describe_verdict(one, chosen)}" for one in others]
+    lost = [f"{candidate.layout.in_words(count)} {describe_verdict(candidate, chosen)}" for candidate in alternatives]
     if not lost:
         return "one process"
     return "the fastest that fits; " + "; ".join(lost[:3])
@@ -268,10 +276,13 @@ def find_suggestions(evaluator: Evaluator, constraints: Constraints, nearest: Ca
         if nearest.fits
         else _iterate_series(evaluator, constraints)
     ):
-        if any(one <= kinds for one in enough):
+        if any(subset <= kinds for subset in enough):
             continue
-        tried = ((change, search(other, kept, sure=True).best) for change, other, kept in series)
-        helps = list(islice((Suggestion(change, best) for change, best in tried if best is not None), 1))
+        attempts = (
+            (change, search(changed_evaluator, kept_constraints, sure=True).best)
+            for change, changed_evaluator, kept_constraints in series
+        )
+        helps = list(islice((Suggestion(change, best) for change, best in attempts if best is not None), 1))
         enough += [kinds] if helps else []
         helpful += helps
         if len(helpful) == _MOST:
@@ -283,35 +294,38 @@ def _iterate_series(evaluator: Evaluator, constraints: Constraints) -> Iterator[
     """Yield series of changes of one kind each, the smallest first; the first that helps is suggested."""
     yield from _iterate_dropped_constraints(evaluator, constraints)
     yield from _iterate_offloads(evaluator, constraints)
-    adapted = list(_iterate_adapters(evaluator))
-    for kind, change, other in adapted:
-        yield frozenset([kind]), iter([(change, other, constraints)])
+    adaptations = list(_iterate_adapters(evaluator))
+    for kind, change, changed_evaluator in adaptations:
+        yield frozenset([kind]), iter([(change, changed_evaluator, constraints)])
     yield frozenset([_LENGTH]), _iterate_shorter(evaluator, constraints)
     yield frozenset([_DEVICES]), _iterate_more_devices(evaluator, constraints)
-    for kind, change, other in adapted:
-        if (dropped := _find_fewest(other, constraints)) is not None:
-            changes = " ".join([*(_RELAXED[name] for name in dropped), change])
-            yield frozenset([kind, *dropped]), iter([(changes, other, _drop(constraints, *dropped))])
-    for kind, change, other in adapted:
+    for kind, change, changed_evaluator in adaptations:
+        if (dropped_names := _find_fewest(changed_evaluator, constraints)) is not None:
+            changes = " ".join([*(_RELAXED[name] for name in dropped_names), change])
+            yield (
+                frozenset([kind, *dropped_names]),
+                iter([(changes, changed_evaluator, _drop(constraints, *dropped_names))]),
+            )
+    for kind, change, changed_evaluator in adaptations:
         for another, more in (
-            (_LENGTH, _iterate_shorter(other, constraints)),
-            (_DEVICES, _iterate_more_devices(other, constraints)),
+            (_LENGTH, _iterate_shorter(changed_evaluator, constraints)),
+            (_DEVICES, _iterate_more_devices(changed_evaluator, constraints)),
         ):
             yield frozenset([kind, another]), _combine_changes(change, more)
-    if written := _list_written(constraints):
-        yield frozenset([*written, _LENGTH]), _iterate_shorter_and_free(evaluator, constraints)
+    if written_names := _list_written(constraints):
+        yield frozenset([*written_names, _LENGTH]), _iterate_shorter_and_free(evaluator, constraints)
 
 
 def _iterate_shorter_and_free(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Change]:
     """Yield shorter rows, each with as few dropped constraints as needed."""
-    for change, other, _ in _iterate_shorter(evaluator, _drop(constraints, *_list_written(constraints))):
-        if (dropped := _find_fewest(other, constraints)) is not None:
-            changes = " ".join([*(_RELAXED[name] for name in dropped), change])
-            yield changes, other, _drop(constraints, *dropped)
+    for change, changed_evaluator, _ in _iterate_shorter(evaluator, _drop(constraints, *_list_written(constraints))):
+        if (dropped_names := _find_fewest(changed_evaluator, constraints)) is not None:
+            changes = " ".join([*(_RELAXED[name] for name in dropped_names), change])
+            yield changes, changed_evaluator, _drop(constraints, *dropped_names)
 
 
 def _combine_changes(change: str, more: Iterator[_Change]) -> Iterator[_Change]:
-    return ((f"{change} and {another}", other, kept) for another, other, kept in more)
+    return ((f"{change} and {another}", evaluator, constraints) for another, evaluator, constraints in more)
 
 
 def _iterate_adapters(evaluator: Evaluator) -> Iterator[tuple[str, str, Evaluator]]:
@@ -328,8 +342,10 @@ def _iterate_adapters(evaluator: Evaluator) -> Iterator[tuple[str, str, Evaluato
         change = "model.adapter.quantization=nf4 (4-bit base)"  # the adapter itself is unchanged
         if not section:
             change = f"model.adapter=qlora (4-bit base, rank {rank})"
-        quantized = AdapterSection.model_validate({"type": "lora", "rank": rank, **section, "quantization": "nf4"})
-        yield "qlora", change, _replace_workload(evaluator, _add_adapter(workload, quantized))
+        quantized_adapter = AdapterSection.model_validate(
+            {"type": "lora", "rank": rank, **section, "quantization": "nf4"}
+        )
+        yield "qlora", change, _replace_workload(evaluator, _add_adapter(workload, quantized_adapter))
 
 
 def _add_adapter(workload: Workload, section: AdapterSection) -> Workload:
@@ -355,9 +371,9 @@ def _iterate_dropped_constraints(evaluator: Evaluator, constraints: Constraints)
     names = _list_written(constraints)
     for name in names:
         yield frozenset([name]), iter([(_RELAXED[name], evaluator, _drop(constraints, name))])
-    if len(names) > 1 and (dropped := _find_fewest(evaluator, constraints)):
-        changes = " ".join(_RELAXED[name] for name in dropped)
-        yield frozenset(dropped), iter([(changes, evaluator, _drop(constraints, *dropped))])
+    if len(names) > 1 and (dropped_names := _find_fewest(evaluator, constraints)):
+        changes = " ".join(_RELAXED[name] for name in dropped_names)
+        yield frozenset(dropped_names), iter([(changes, evaluator, _drop(constraints, *dropped_names))])
 
 
 def _iterate_offloads(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Series]:
@@ -365,27 +381,27 @@ def _iterate_offloads(evaluator: Evaluator, constraints: Constraints) -> Iterato
     strategy = constraints.fixed.get("strategy")
     key = None if strategy is None else next(iter(look_up_strategy(strategy).offloads), None)
     if key is not None and constraints.fixed.get(key) is False and evaluator.cluster.device != "cpu":
-        moved = replace(constraints, fixed={**constraints.fixed, key: True})
-        yield frozenset([key]), iter([(f"parallel.{key}=true", evaluator, moved)])
+        offload_constraints = replace(constraints, fixed={**constraints.fixed, key: True})
+        yield frozenset([key]), iter([(f"parallel.{key}=true", evaluator, offload_constraints)])
 
 
 def _find_fewest(evaluator: Evaluator, constraints: Constraints) -> tuple[str, ...] | None:
     """Return the fewest constraints to drop so that the workload fits; None if dropping all is not enough."""
-    dropped = _list_written(constraints)
-    if not dropped or search(evaluator, _drop(constraints, *dropped), sure=True).best is None:
+    dropped_names = _list_written(constraints)
+    if not dropped_names or search(evaluator, _drop(constraints, *dropped_names), sure=True).best is None:
         return None
-    for name in reversed(dropped):
-        fewer = tuple(one for one in dropped if one != name)
+    for name in reversed(dropped_names):
+        fewer = tuple(dropped_name for dropped_name in dropped_names if dropped_name != name)
         if search(evaluator, _drop(constraints, *fewer), sure=True).best is not None:
-            dropped = fewer
-    return dropped
+            dropped_names = fewer
+    return dropped_names
 
 
 def _drop(constraints: Constraints, *names: str) -> Constraints:
     # A strategy's own keys are dropped with it.
     gone = {*names, *(("replicate_size", "reshard_after_forward") if "strategy" in names else ())}
-    fixed = {key: value for key, value in constraints.fixed.items() if key not in gone}
-    return replace(constraints, fixed=fixed, given_up=constraints.given_up | frozenset(names))
+    fixed_values = {key: value for key, value in constraints.fixed.items() if key not in gone}
+    return replace(constraints, fixed=fixed_values, given_up=constraints.given_up | frozenset(names))
 
 
 def _iterate_shorter(evaluator: Evaluator, constraints: Constraints) -> Iterator[_Change]:
@@ -427,28 +443,28 @@ def _iterate_more_devices(evaluator: Evaluator, constraints: Constraints) -> Ite
     """Yield machines with twice as many devices and so on, while each has a row; without GPUs, common machines."""
     cluster = evaluator.cluster
     names = [name for name in _list_written(constraints) if name in ("num_processes", "strategy")]
-    written = "".join(f" {_RELAXED[name]}" for name in names)
+    relaxations = "".join(f" {_RELAXED[name]}" for name in names)
     free = _drop(constraints, *names)
     if cluster.device == "cpu":
         for larger in map(parse_machine, _USUAL):
             yield (
-                f"a machine such as {larger.name}{written}",
+                f"a machine such as {larger.name}{relaxations}",
                 Evaluator(evaluator.workload, larger, Rates(larger)),
                 free,
             )
         return
-    nodes, each = cluster.nodes, cluster.devices_per_node
-    while nodes * each < evaluator.workload.global_batch_rows:
-        nodes, each = (nodes, min(8, 2 * each)) if each < 8 and nodes == 1 else (2 * nodes, each)
+    nodes, per_node = cluster.nodes, cluster.devices_per_node
+    while nodes * per_node < evaluator.workload.global_batch_rows:
+        nodes, per_node = (nodes, min(8, 2 * per_node)) if per_node < 8 and nodes == 1 else (2 * nodes, per_node)
         larger = replace(
             cluster,
             nodes=nodes,
-            devices_per_node=each,
+            devices_per_node=per_node,
             network=cluster.network or (cluster.card.host_link if nodes > 1 else None),
-            name=f"{f'{nodes}x' if nodes > 1 else ''}{each}x{cluster.card.name}",
+            name=f"{f'{nodes}x' if nodes > 1 else ''}{per_node}x{cluster.card.name}",
         )
-        other = Evaluator(evaluator.workload, larger, Rates(larger), evaluator.available)
-        yield f"{nodes * each} of these devices ({larger.name}){written}", other, free
+        larger_evaluator = Evaluator(evaluator.workload, larger, Rates(larger), evaluator.available)
+        yield f"{nodes * per_node} of these devices ({larger.name}){relaxations}", larger_evaluator, free
 
 
 def _replace_workload(evaluator: Evaluator, workload: Workload) -> Evaluator:

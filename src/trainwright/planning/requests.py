@@ -210,19 +210,19 @@ def _make_plan(recipe: schema.RecipeSchema, facts: Facts, on: Written | None) ->
     from trainwright.planning.step_time.basis import Basis, build_basis
     from trainwright.run.resolve import apply_implied_values, fill_auto_values
 
-    here: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if on is not None:
         cluster, calibration, measurement = on
-        here = {"basis": Basis(calibration, measurement)}
+        options = {"basis": Basis(calibration, measurement)}
     else:
         from trainwright.machine.accelerators import restrict_to_device
         from trainwright.machine.detect import detect
 
         machine = restrict_to_device(detect(), recipe.parallel.device)
         cluster = build_cluster(machine)
-        here = {"basis": build_basis(machine, facts.workload, begin_activity), "available": explain_missing_library}
+        options = {"basis": build_basis(machine, facts.workload, begin_activity), "available": explain_missing_library}
     recipe, remarks = apply_implied_values(recipe, cluster)
-    run_plan = plan_on(cluster, recipe, facts, **here)
+    run_plan = plan_on(cluster, recipe, facts, **options)
     fill_auto_values(
         recipe, collect_chosen_values(run_plan), cluster.device
     )  # raises the errors that a run would raise
@@ -337,8 +337,8 @@ def describe_budget(plan: Details, tokens: float, price: float | None) -> Iterat
         return
     size, steps = plan.workload.facts.total, plan.workload.steps
     unit = "GPU hours" if plan.cluster.has_gpus else "hours of the machine"
-    each = figures["tokens_per_parameter"]
-    yield f"{tokens:.3g} tokens, {each:.3g} per parameter ({size:,} parameters), in {steps:,} steps"
+    ratio = figures["tokens_per_parameter"]
+    yield f"{tokens:.3g} tokens, {ratio:.3g} per parameter ({size:,} parameters), in {steps:,} steps"
     line = f"{figures['hours']:,.3g} hours, {figures['device_hours']:,.3g} {unit}"
     yield line if price is None else f"{line}, {figures['cost']:,.2f} at {price:g} an hour"
     yield f"about {figures['expected_loss']:.2f} nats per token of web text, by the fit of arXiv 2203.15556"

@@ -108,8 +108,8 @@ class Candidate:
     def shortfall(self) -> float:
         """Needed memory divided by available memory, of the device or the host, whichever is larger."""
         host = self.host_needed_bytes / self.host_available_bytes if self.host_available_bytes else 0.0
-        needed = self.needed_bytes if self.bold else self.needed_interval[1]
-        return max(needed / max(1, self.available_bytes), host)
+        needed_bytes = self.needed_bytes if self.bold else self.needed_interval[1]
+        return max(needed_bytes / max(1, self.available_bytes), host)
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,8 @@ class Evaluator:
 
     def reduce_margin(self) -> Evaluator:
         """Return an evaluator that also accepts close candidates that are expected to fit; it shares cached results."""
-        fitted = {choice: replace(candidate, bold=True) for choice, candidate in self._fitted.items()}
-        return replace(self, bold=True, _fitted=fitted)
+        fitted_candidates = {choice: replace(candidate, bold=True) for choice, candidate in self._fitted.items()}
+        return replace(self, bold=True, _fitted=fitted_candidates)
 
     def fit(self, choice: Choice) -> Candidate:
         """Return the memory that a choice needs, without its time."""
@@ -167,19 +167,19 @@ class Evaluator:
         memory = estimate_memory(self.workload, choice, self.cluster)
         processes_here = min(choice.num_processes, self.cluster.devices_per_node)
         if self.cluster.device == "cpu":
-            each = memory.total + memory.host.get(COPY, 0)
-            needed, host, left_alone = each * -(-choice.num_processes // self.cluster.nodes), 0, LEFT_ALONE
+            per_process = memory.total + memory.host.get(COPY, 0)
+            needed_bytes, host, left_alone = per_process * -(-choice.num_processes // self.cluster.nodes), 0, LEFT_ALONE
         elif self.cluster.unified:
             host_bytes, loading = sum(memory.host.values()), memory.host.get(LOADING, 0)
-            each = max(memory.total + host_bytes - loading, memory.phases["load"] + host_bytes)
-            needed, host, left_alone = each * processes_here, 0, LEFT_ALONE
+            per_process = max(memory.total + host_bytes - loading, memory.phases["load"] + host_bytes)
+            needed_bytes, host, left_alone = per_process * processes_here, 0, LEFT_ALONE
         else:
-            needed, host, left_alone = memory.total, sum(memory.host.values()) * processes_here, 0.0
+            needed_bytes, host, left_alone = memory.total, sum(memory.host.values()) * processes_here, 0.0
         free = self.cluster.host_free_bytes or self.cluster.host_memory_bytes
         return Candidate(
             choice=choice,
             memory=memory,
-            needed_bytes=needed,
+            needed_bytes=needed_bytes,
             available_bytes=int(self.cluster.usable_bytes * (1 - left_alone)),
             host_needed_bytes=host,
             host_available_bytes=int(free * (1 - LEFT_ALONE)),
@@ -255,7 +255,7 @@ def search(evaluator: Evaluator, constraints: Constraints, sure: bool = False) -
     """
     for offloads in (False, True):
         result = _search(evaluator, constraints, offloads, sure)
-        if result.best is None and not sure and any(one.is_close for one in result.candidates):
+        if result.best is None and not sure and any(candidate.is_close for candidate in result.candidates):
             result = _search(evaluator.reduce_margin(), constraints, offloads)
         if result.best is not None:
             break
@@ -263,7 +263,7 @@ def search(evaluator: Evaluator, constraints: Constraints, sure: bool = False) -
 
 
 def _search(evaluator: Evaluator, constraints: Constraints, offloads: bool, sure: bool = False) -> SearchResult:
-    tried: list[_Tried] = []
+    tried_layouts: list[_Tried] = []
     slower: dict[int, float] = {}
     fastest = math.inf
     for processes in list_worlds(evaluator.workload, evaluator.cluster, constraints):
@@ -272,18 +272,22 @@ def _search(evaluator: Evaluator, constraints: Constraints, offloads: bool, sure
             slower[processes] = bound
             continue
         # What the recipe or the nodes require may leave processes idle.
-        required = constraints.fixed.get("num_processes", min(constraints.worlds, default=None))
-        rows = math.inf if processes == required else math.ceil(evaluator.workload.global_batch_rows)
+        required_processes = constraints.fixed.get("num_processes", min(constraints.worlds, default=None))
+        rows = math.inf if processes == required_processes else math.ceil(evaluator.workload.global_batch_rows)
         all_layouts = tuple(iterate_layouts(processes, evaluator.cluster, constraints, rows))
         if sure:
-            all_layouts = tuple(one for one in all_layouts if _may_fit(evaluator, one, processes, constraints))
+            all_layouts = tuple(layout for layout in all_layouts if _may_fit(evaluator, layout, processes, constraints))
         results = _try(evaluator, [layout for layout in all_layouts if not layout.offloads], processes, constraints)
-        if offloads and not any(one.runs for one in results):
+        if offloads and not any(layout.runs for layout in results):
             results += _try(evaluator, [layout for layout in all_layouts if layout.offloads], processes, constraints)
-        tried += results
-        fastest = min([fastest, *(one.fastest for one in results if one.runs)])
-    candidates = [_choose_best(evaluator, one, fastest) for one in tried]
-    equal = [best for one, best in zip(tried, candidates, strict=True) if one.runs and _is_as_fast(one, fastest)]
+        tried_layouts += results
+        fastest = min([fastest, *(layout.fastest for layout in results if layout.runs)])
+    candidates = [_choose_best(evaluator, layout, fastest) for layout in tried_layouts]
+    equal = [
+        best
+        for layout, best in zip(tried_layouts, candidates, strict=True)
+        if layout.runs and _is_as_fast(layout, fastest)
+    ]
     best = min(equal, key=lambda one: _compute_simplicity(one.choice), default=None)
     return SearchResult(best, tuple(candidates), fastest, slower)
 
@@ -308,17 +312,19 @@ def _choose_best(evaluator: Evaluator, one: _Tried, fastest: float) -> Candidate
     """
     if not one.fitting:
         return one.least
-    compared = fastest if one.runs and _is_as_fast(one, fastest) else one.fastest
-    limit = compared * (1 + AS_FAST[look_up_processor(evaluator.cluster.device)])
-    chosen = min((choice for choice in one.fitting if evaluator.seconds(choice) <= limit), key=_compute_simplicity)
-    return evaluator.time_candidate(evaluator.fit(chosen))
+    baseline = fastest if one.runs and _is_as_fast(one, fastest) else one.fastest
+    limit = baseline * (1 + AS_FAST[look_up_processor(evaluator.cluster.device)])
+    simplest_choice = min(
+        (choice for choice in one.fitting if evaluator.seconds(choice) <= limit), key=_compute_simplicity
+    )
+    return evaluator.time_candidate(evaluator.fit(simplest_choice))
 
 
 def _try(
     evaluator: Evaluator, some: Iterable[ParallelLayout], processes: int, constraints: Constraints
 ) -> list[_Tried]:
     results = (_try_layout(evaluator, layout, processes, constraints) for layout in some)
-    return [one for one in results if one is not None]
+    return [result for result in results if result is not None]
 
 
 def _try_layout(
@@ -332,8 +338,8 @@ def _try_layout(
         _try_threads(evaluator, layout, processes, constraints, threads)
         for threads in evaluator.rates.threads(processes)
     ]
-    tried = [one for one in candidates if one is not None]
-    return min(tried, key=lambda one: one.fastest, default=None)
+    results = [result for result in candidates if result is not None]
+    return min(results, key=lambda one: one.fastest, default=None)
 
 
 def _try_threads(
@@ -350,19 +356,19 @@ def _try_threads(
         for option in options
     }
     fits = _select_fitting(evaluator, rows[options[0]])
-    timed = _PER_ROW if evaluator.workload.packed and evaluator.cluster.has_gpus else len(sizes)
-    if fits and not _may_gain(evaluator, rows[options[0]], fits[:timed]):
+    timed_count = _PER_ROW if evaluator.workload.packed and evaluator.cluster.has_gpus else len(sizes)
+    if fits and not _may_gain(evaluator, rows[options[0]], fits[:timed_count]):
         options = options[:1]
     least = _find_least(evaluator, rows[options[-1]])
     if not least.fits and least.shortfall < _NEAR:
         least = min((_find_least(evaluator, rows[option]) for option in options), key=lambda one: one.shortfall)
     if not least.fits:
         return _Tried((), least)
-    fitting = fits[:timed]
-    done = {choice.micro_batch_size for choice in fits}  # recomputation would only make these slower
+    fitting = fits[:timed_count]
+    fitting_sizes = {choice.micro_batch_size for choice in fits}  # recomputation would only make these slower
     for option in options[1:]:
-        untried = [choice for choice in rows[option] if choice.micro_batch_size not in done]
-        fitting += _select_fitting(evaluator, untried)[:timed]
+        untried_choices = [choice for choice in rows[option] if choice.micro_batch_size not in fitting_sizes]
+        fitting += _select_fitting(evaluator, untried_choices)[:timed_count]
     return _Tried(tuple(fitting), least, min(map(evaluator.seconds, fitting)))
 
 

@@ -119,11 +119,12 @@ class Workload:
 
     def find_length(self, position: int) -> int | None:
         """Return the length of the sequence at an index of a global batch, sorted longest first; None if unknown."""
-        known = self.batch_documents
-        if not known:
+        lengths = self.batch_documents
+        if not lengths:
             return None
         return min(
-            self.longest, known[min(len(known) - 1, int(position * len(known) / max(1.0, self.global_batch_rows)))]
+            self.longest,
+            lengths[min(len(lengths) - 1, int(position * len(lengths) / max(1.0, self.global_batch_rows)))],
         )
 
     def targets(self, tokens: int, sequences: int, *, most: bool = False) -> int:

@@ -30,8 +30,8 @@ def to_request(kind: type[T], arguments: Mapping[str, Any]) -> T:
         return ",".join(value) if isinstance(value, (list, tuple)) else value
 
     options = {name: text(name, value) for name, value in arguments.items() if name not in ("progress", "trust_code")}
-    checked: T = _check_value("", kind, options, extra="forbid")
-    return checked
+    request: T = _check_value("", kind, options, extra="forbid")
+    return request
 
 
 def check_argument(name: str, kind: Any, value: Any) -> None:

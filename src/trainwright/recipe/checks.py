@@ -53,15 +53,15 @@ def _refuse_both(one: str, other: str) -> Contradiction:
 def _check_task(recipe: RecipeSchema) -> Iterator[Contradiction]:
     """Yield sections and keys of other tasks, which would have no effect."""
     own_spec, specs = recipe.spec, {name: TASKS.get(name) for name in TASKS.names()}
-    others = {name: spec for name, spec in specs.items() if spec != own_spec}
-    for name, other in others.items():
-        if other.section is not None and getattr(recipe, name) is not None:
+    other_specs = {name: spec for name, spec in specs.items() if spec != own_spec}
+    for name, other_spec in other_specs.items():
+        if other_spec.section is not None and getattr(recipe, name) is not None:
             why = f"has no effect with task {recipe.task}; remove it, or set task to {name}"
             yield Contradiction((name, "task"), f"{why}; {name}: null removes an inherited one")
     if "train" not in own_spec.data_keys:
         return
-    for name, other in others.items():
-        for key in other.data_keys:
+    for name, other_spec in other_specs.items():
+        for key in other_spec.data_keys:
             if key not in own_spec.data_keys and getattr(recipe.data, key) is not None:
                 why = f"has no effect with task {recipe.task}, which trains on data.train"
                 yield Contradiction((f"data.{key}", "task"), f"{why}; remove it, or set task to {name}")
@@ -245,9 +245,9 @@ def _check_streaming(recipe: RecipeSchema) -> Iterator[Contradiction]:
         yield Contradiction(("train.batch_unit", key), why)
     # The shards of five steps that follow each other (see data/stream/stream.py), and one that is written.
     examples = (ceil(5 * train.global_batch_size / data.streaming.buffer_size) + 2) * data.streaming.buffer_size
-    needed = examples * (5 * (data.max_length + 1) + 8) + 10**6
-    if needed > data.streaming.disk_gb * 1e9:
-        why = f"the shards of five steps may take {needed / 1e9:.2g} GB; raise it, or lower data.streaming.buffer_size"
+    size = examples * (5 * (data.max_length + 1) + 8) + 10**6
+    if size > data.streaming.disk_gb * 1e9:
+        why = f"the shards of five steps may take {size / 1e9:.2g} GB; raise it, or lower data.streaming.buffer_size"
         yield Contradiction(("data.streaming.disk_gb", "data.streaming.buffer_size"), why)
 
 
@@ -290,9 +290,9 @@ def _check_stages(recipe: RecipeSchema) -> Iterator[Contradiction]:
                 why = f"{name} is no source of data.train, whose sources are {', '.join(names)}; set its name there"
                 yield Contradiction((f"{key}.weights",), why)
     if all(stage.weights is not None for stage in data.stages):
-        used = {name for stage in data.stages for name, weight in (stage.weights or {}).items() if weight}
+        used_names = {name for stage in data.stages for name, weight in (stage.weights or {}).items() if weight}
         for source, name, key in zip(data.sources, names, data.source_keys, strict=True):
-            if name not in used:
+            if name not in used_names:
                 yield Contradiction((key, "data.stages"), "is used in no stage; give it a weight in one, or remove it")
             if source.weight != 1:
                 why = "has no effect beside data.stages, each of which has weights of its own; remove it"
@@ -325,13 +325,13 @@ _PREFERENCES = ("preference", "labelled")
 
 
 def _check_rows(recipe: RecipeSchema) -> Iterator[Contradiction]:
-    data, compared = recipe.data, recipe.spec.rows(recipe, "data.train") in ("pairs", "answers")
+    data, is_preference = recipe.data, recipe.spec.rows(recipe, "data.train") in ("pairs", "answers")
     formats = {"data.format": data.format}
     if isinstance(data.train, list):
-        formats |= {f"{key}.format": one.format for key, one in zip(data.source_keys, data.sources, strict=True)}
-    for key, layout in ((key, layout) for key, written in formats.items() for layout in _to_list(written)):
-        if layout != "auto" and (layout in _PREFERENCES) != compared:
-            layouts = " or ".join(_PREFERENCES) if compared else "a layout of single examples"
+        formats |= {f"{key}.format": source.format for key, source in zip(data.source_keys, data.sources, strict=True)}
+    for key, layout in ((key, layout) for key, setting in formats.items() for layout in _to_list(setting)):
+        if layout != "auto" and (layout in _PREFERENCES) != is_preference:
+            layouts = " or ".join(_PREFERENCES) if is_preference else "a layout of single examples"
             yield Contradiction(
                 (key, "task"), f"task {recipe.task} does not train on {layout} rows; set it to {layouts}"
             )
@@ -447,8 +447,8 @@ def _check_schedule(recipe: RecipeSchema) -> Iterator[Contradiction]:
         )
     parts = [optimizer.warmup_steps, optimizer.decay_steps if decays else 0]
     total = recipe.train.max_steps
-    planned = sum(part * (total or 0) if isinstance(part, float) else part for part in parts)
-    if total is not None and planned > total + _ROUNDING:
+    planned_steps = sum(part * (total or 0) if isinstance(part, float) else part for part in parts)
+    if total is not None and planned_steps > total + _ROUNDING:
         yield Contradiction(
             ("optimizer.warmup_steps", "optimizer.decay_steps", "train.max_steps"),
             f"the warm-up{' and the decay' if decays else ''} would be longer than the {total} steps of "
@@ -549,11 +549,11 @@ def _check_evaluation(recipe: RecipeSchema) -> Iterator[Contradiction]:
         sets = ", ".join(filter(None, recipe.data.validation_sets))
         why = f"is none of the sets of data.validation: {sets}" if sets else "data.validation has no named sets"
         yield Contradiction(("evaluate.main_set", "data.validation"), why)
-    for key, needed in (
+    for key, is_set in (
         ("evaluate.early_stopping", evaluate.early_stopping is not None),
         ("optimizer.schedule", SCHEDULES.get(recipe.optimizer.schedule).on_plateau),
     ):
-        if needed and not (recipe.validates and evaluate.every is not None):
+        if is_set and not (recipe.validates and evaluate.every is not None):
             why = "needs evaluations while training; set data.validation and evaluate.every"
             yield Contradiction((key, "evaluate.every"), why)
     if recipe.checkpoint.keep_best is True and not recipe.validates:
@@ -711,10 +711,12 @@ def list_usable_processes(recipe: RecipeSchema, process_range: ProcessRange) -> 
     """
     spec, rows = recipe.parallel.spec, recipe.batch_rows
     highest = process_range.max if spec is None or spec.shards else max(process_range.min, min(process_range.max, rows))
-    refused = {n: list_contradictions(set_processes(recipe, n)) for n in range(process_range.min, highest + 1)}
-    usable = tuple(number for number, problems in refused.items() if not problems)
-    if len(usable) < min(2, len(refused)):
-        number, problems = next((number, problems) for number, problems in refused.items() if problems)
+    problems_by_number = {
+        n: list_contradictions(set_processes(recipe, n)) for n in range(process_range.min, highest + 1)
+    }
+    usable = tuple(number for number, problems in problems_by_number.items() if not problems)
+    if len(usable) < min(2, len(problems_by_number)):
+        number, problems = next((number, problems) for number, problems in problems_by_number.items() if problems)
         only = f"only {usable[0]} is possible" if usable else "none is possible"
         why = f"with {number}: {problems[0].keys[0]}: {problems[0].message}"
         raise RequestError(f"parallel.num_processes: of {process_range} processes {only}; {why}")

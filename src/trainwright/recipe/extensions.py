@@ -210,10 +210,10 @@ class Registry(Generic[T]):
             return _Entry(self._builtin[name], f"{self.kind} {name}", None)
         if ":" in name:
             return _Entry(name, f"{self.kind} {name}", None)
-        registered = self._list_registered()
-        if name not in registered:
+        entries = self._list_registered()
+        if name not in entries:
             raise RequestError(f"unknown {self.kind} {name!r}; {self._suggest_name(name)}")
-        return registered[name]
+        return entries[name]
 
     def _suggest_name(self, name: str) -> str:
         near = get_close_matches(name, self.names(), 1)
@@ -226,15 +226,15 @@ class Registry(Generic[T]):
         entries: dict[str, _Entry] = {}
         for point in (point for point in _list_entry_points() if point.group == self.group):
             package = point.dist.name if point.dist is not None else "of unknown name"
-            described = f"package {package}: {self.kind} {point.name} (entry point {point.value} of {self.group})"
+            description = f"package {package}: {self.kind} {point.name} (entry point {point.value} of {self.group})"
             owner = "trainwright itself" if point.name in self._builtin else None
             if point.name in entries:
                 owner = f"package {entries[point.name].package}"
             if owner is not None:
-                raise RequestError(f"{described} is also registered by {owner}; uninstall or rename one of the two")
+                raise RequestError(f"{description} is also registered by {owner}; uninstall or rename one of the two")
             if ":" in point.name:
-                raise RequestError(f"{described} has a colon in its name; rename it")
-            entries[point.name] = _Entry(point.value, described, package)
+                raise RequestError(f"{description} has a colon in its name; rename it")
+            entries[point.name] = _Entry(point.value, description, package)
         return entries
 
     def _check(self, extension: Any, entry: _Entry, *, named: bool) -> None:

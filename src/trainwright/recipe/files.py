@@ -22,8 +22,8 @@ _SPECIAL = ((stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"), (stat.S_ISSO
 def read_text(path: Path, max_bytes: int = _LARGEST_YAML) -> str:
     """Return a settings file as text. Raises RequestError if it is unreadable, no text or above ``max_bytes``."""
     try:
-        if (what := describe_special_file(path)) is not None:
-            raise RequestError(f"{path}: is {what}, not a file")
+        if (kind := describe_special_file(path)) is not None:
+            raise RequestError(f"{path}: is {kind}, not a file")
         with path.open("rb") as file:  # it may be an endless pipe
             data = file.read(max_bytes + 1)
     except FileNotFoundError:
@@ -98,7 +98,7 @@ def is_deeper(value: Any, max_depth: int) -> bool:
     """Return whether dicts and lists are nested more than ``max_depth`` deep in a value."""
     level = [value]
     for _ in range(max_depth):
-        level = [item for one in level for item in _list_items(one)]
+        level = [item for container in level for item in _list_items(container)]
         if not level:
             return False
     return True

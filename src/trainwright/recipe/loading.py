@@ -169,9 +169,9 @@ def _annotate_section(section: str, value: object, origins: Mapping[KeyPath, Ori
 
 def _comment_value(text: str, path: KeyPath, origins: Mapping[KeyPath, Origin]) -> str:
     first, newline, rest = text.partition("\n")
-    inside = dict.fromkeys(str(origin) for written, origin in origins.items() if written[: len(path)] == path)
-    where = str(origins[path]) if path in origins else ", ".join(inside)
-    return f"{first}  # {where or 'default'}{newline}{rest}"
+    inside = dict.fromkeys(str(origin) for key_path, origin in origins.items() if key_path[: len(path)] == path)
+    comment = str(origins[path]) if path in origins else ", ".join(inside)
+    return f"{first}  # {comment or 'default'}{newline}{rest}"
 
 
 def read_merged(source: Path | Tree | None, overrides: Sequence[str]) -> Tree:
@@ -210,7 +210,7 @@ def _read_file(path: Path, including: tuple[Path, ...], read: list[Path]) -> Tre
     rename_keys(mapping, silently=(path.parent / "events.jsonl").is_file())
     read.append(path)
     _find_beside(mapping, path.parent)
-    merged = Tree()
+    tree = Tree()
     for name, origin in _take_includes(mapping):
         target = Path(os.path.normpath(path.parent / expand_user_path(name)))
         chain = (*including, path)
@@ -225,14 +225,14 @@ def _read_file(path: Path, including: tuple[Path, ...], read: list[Path]) -> Tre
                 "include fewer"
             )
         else:
-            _merge(merged, _read_file(target, chain, read))
+            _merge(tree, _read_file(target, chain, read))
     # A section whose keys are all commented out removes nothing from the included one.
-    merged_values = {**merged.values, **mapping.values}
-    empty = [key for key, value in mapping.values.items() if value is None and isinstance(merged.values.get(key), dict)]
+    merged_values = {**tree.values, **mapping.values}
+    empty = [key for key, value in mapping.values.items() if value is None and isinstance(tree.values.get(key), dict)]
     for key in [key for key in empty if not _is_of_another_task(key, merged_values)]:
         del mapping.values[key], mapping.origins[(key,)]
-    _merge(merged, mapping)
-    return merged
+    _merge(tree, mapping)
+    return tree
 
 
 def _is_of_another_task(section: str, values: Mapping[str, object]) -> bool:
@@ -268,13 +268,13 @@ def _read_override(override: str) -> tuple[Tree, int]:
     """Return the tree of an override and the depth of merging: sections merge by key, values are replaced."""
     origin = override.origin if isinstance(override, Override) else Origin(f"override {override!r}")
     source = str(origin)
-    written, equals, text = override.partition("=")
-    if written.startswith("~"):
+    written_key, equals, text = override.partition("=")
+    if written_key.startswith("~"):
         raise RequestError(
             f"{source}: ~ is Hydra's; remove the key from the recipe for its default, or set it to null where that is "
             "allowed"
         )
-    key = written.lstrip("+")  # of Hydra
+    key = written_key.lstrip("+")  # of Hydra
     path: KeyPath = tuple(key.split("."))
     if not equals or not all(path) or key != key.strip():
         raise RequestError(f"{source}: expected section.key=value, for example train.max_steps=100")
@@ -290,7 +290,7 @@ def _read_override(override: str) -> tuple[Tree, int]:
     rename_keys(tree)
     if path not in tree.origins:
         path = next(iter(tree.origins))
-    if key != written:
+    if key != written_key:
         tree.problems.append(
             Problem(origin, "+ is Hydra's; leave it out: an override also sets keys that the recipe does not have")
         )
@@ -318,8 +318,10 @@ def _merge_values(tree: Tree, base: dict[str, object], over: dict[str, object], 
         if full_path == OBSERVERS_KEY:
             value = convert_names(value, earlier)
         if key in base:
-            for other in [other for other in tree.origins if other[: len(full_path)] == full_path]:
-                del tree.origins[other]
+            for origin_path in [
+                origin_path for origin_path in tree.origins if origin_path[: len(full_path)] == full_path
+            ]:
+                del tree.origins[origin_path]
         base[key] = value
 
 
@@ -349,7 +351,7 @@ def rename_keys(tree: Tree, *, silently: bool = False) -> None:
     Args:
         silently: without the notice: the tree is of a run of the last version.
     """
-    for old_key, (new_key, changed) in _RENAMED.items():
+    for old_key, (new_key, convert) in _RENAMED.items():
         old, new = tuple(old_key.split(".")), tuple(new_key.split("."))
         parent: Any = tree.values
         for key in old[:-1]:
@@ -361,7 +363,7 @@ def rename_keys(tree: Tree, *, silently: bool = False) -> None:
             target[key] = target = convert_names(target.get(key) or {})
         if not isinstance(target, dict):
             continue  # of a type that the key cannot have
-        target[new[-1]] = changed(parent.pop(old[-1]))
+        target[new[-1]] = convert(parent.pop(old[-1]))
         for path in [path for path in tree.origins if path[: len(old)] == old]:
             tree.origins[(*new, *path[len(old) :])] = tree.origins.pop(path)
         if not silently:

@@ -105,13 +105,13 @@ def convert_names(value: Any, earlier: Any = None) -> Any:
 
 def check_settings(settings: Settings) -> Settings:
     """Return the settings of a recipe, checked, and the defaults of observers that it does not set; for pydantic."""
-    checked = {name: spec.default for name, spec in _load_specs().items() if spec.default is not False}
+    checked_values = {name: spec.default for name, spec in _load_specs().items() if spec.default is not False}
     problems: list[InitErrorDetails] = []
     for name, setting in settings.items():
         if setting in (False, AUTO) and OBSERVERS.is_built_in(name) and not OBSERVERS.is_present(name):
             continue  # as in a recipe that was written where its room was there
         try:
-            checked[name] = _check_setting(name, setting)
+            checked_values[name] = _check_setting(name, setting)
         except RequestError as error:
             about = PydanticCustomError("extension", "{reason}", {"reason": str(error)})
             problems.append({"type": about, "loc": (name,), "input": setting})
@@ -122,7 +122,7 @@ def check_settings(settings: Settings) -> Settings:
                 problems.append({"type": item["type"], "loc": (name, *option), "input": item["input"], "ctx": context})
     if problems:
         raise ValidationError.from_exception_data("observers", problems)
-    return checked
+    return checked_values
 
 
 def _check_setting(name: str, setting: Any) -> Any:
@@ -131,8 +131,8 @@ def _check_setting(name: str, setting: Any) -> Any:
     elif OBSERVERS.is_built_in(name) and not OBSERVERS.is_present(name):
         OBSERVERS.get(name)  # raises
     elif name not in (names := _list_names()):
-        expected = {"expected": f"{', '.join(map(repr, names))} (your own: {OWN})"}
-        unknown: InitErrorDetails = {"type": "literal_error", "loc": (), "input": name, "ctx": expected}
+        context = {"expected": f"{', '.join(map(repr, names))} (your own: {OWN})"}
+        unknown: InitErrorDetails = {"type": "literal_error", "loc": (), "input": name, "ctx": context}
         raise ValidationError.from_exception_data(name, [unknown])
     spec = _look_up_spec(name)
     if not isinstance(setting, dict):

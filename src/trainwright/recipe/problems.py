@@ -57,19 +57,19 @@ def explain(error: ValidationError, tree: Tree, file: Origin) -> list[Problem]:
     model, details = _choose_model(tree), error.errors(include_url=False)
     unknown = [item for item in details if item["type"] == "extra_forbidden"]
     paths = [path for item in unknown for path in _iterate_foreign_keys(convert_location(item["loc"], model), tree)]
-    suggested = {path: _find_nearest(path, model, tree) for path in paths[:_MAX_UNKNOWN]}
+    suggestions = {path: _find_nearest(path, model, tree) for path in paths[:_MAX_UNKNOWN]}
     problems = [
         Problem(
             find_origin(path, tree, file),
             f"{format_key_path(path)}: unknown key{_suggest_key(path, near, model, tree)}",
         )
-        for path, near in suggested.items()
+        for path, near in suggestions.items()
     ]
     if len(paths) > _MAX_UNKNOWN:
         next_ = paths[_MAX_UNKNOWN]
         more = f"{format_key_path(next_)}: and {len(paths) - _MAX_UNKNOWN:,} more unknown keys"
         problems.append(Problem(find_origin(next_, tree, file), more))
-    keys = {path for path in suggested.values() if not isinstance(path, str)}
+    keys = {path for path in suggestions.values() if not isinstance(path, str)}
     problems += _iterate_mistaken_values(details, keys, tree, file, model)
     return problems + explain_contradictions(extract_contradictions(error), tree, file)
 
@@ -83,18 +83,18 @@ def explain_contradictions(contradictions: list[Contradiction], tree: Tree, file
     if count < 2:
         return [_locate_contradiction(item, tree, file) for item in contradictions]
     of_cause = [item for item, keys in zip(contradictions, causes, strict=True) if cause in keys]
-    others = [item for item in contradictions if item not in of_cause]
+    other_items = [item for item in contradictions if item not in of_cause]
     return [
         _build_cause_problem(cause, of_cause, contradictions, tree, file),
-        *explain_contradictions(others, tree, file),
+        *explain_contradictions(other_items, tree, file),
     ]
 
 
 def _list_written_elsewhere(contradiction: Contradiction, tree: Tree) -> list[str]:
     """Return the keys that contradict the first one from another file or an override."""
     sources = {key: origin.source for key, origin in _find_origins(contradiction, tree).items()}
-    first, *others = contradiction.keys
-    return [key for key in others if key in sources and first in sources and sources[key] != sources[first]]
+    first, *other_keys = contradiction.keys
+    return [key for key in other_keys if key in sources and first in sources and sources[key] != sources[first]]
 
 
 def _build_cause_problem(
@@ -151,10 +151,10 @@ def check_placeholders(tree: Tree, file: Origin) -> Iterator[Problem]:
         elif isinstance(value, str) and (
             value == "???" or ("}" in value.partition("${")[2] and len(value.split()) == 1)
         ):
-            what = "is Hydra's word for a missing value" if value == "???" else "is not replaced as in Hydra"
+            reason = "is Hydra's word for a missing value" if value == "???" else "is not replaced as in Hydra"
             yield Problem(
                 find_origin(path, tree, file),
-                f"{format_key_path(path)}: {_format_value(value)} {what}; write the value",
+                f"{format_key_path(path)}: {_format_value(value)} {reason}; write the value",
             )
 
 
@@ -215,7 +215,7 @@ def convert_location(loc: tuple[int | str, ...], root: type[BaseModel]) -> KeyPa
 def find_origin(path: KeyPath, tree: Tree, file: Origin) -> Origin:
     """Return where ``path`` was written, or else something inside it, or else its nearest parent."""
     while path:
-        inside = (origin for written, origin in tree.origins.items() if written[: len(path)] == path)
+        inside = (origin for key_path, origin in tree.origins.items() if key_path[: len(path)] == path)
         if origin := tree.origins.get(path) or next(inside, None):
             return origin
         path = path[:-1]
@@ -254,20 +254,20 @@ def describe_mismatch(*items: ErrorDetails, key: str = "") -> str:
     """Return the message for a value of ``key`` that matches none of its types; ``items``: the error of each."""
     if items[0]["type"] == "extension":
         return items[0]["msg"]
-    expected = " or ".join(dict.fromkeys(_describe_expected(item) for item in items))
+    expected_types = " or ".join(dict.fromkeys(_describe_expected(item) for item in items))
     value = items[0]["input"]
-    close = difflib.get_close_matches(str(value), re.findall(r"'([^']*)'", expected), n=1)
+    close = difflib.get_close_matches(str(value), re.findall(r"'([^']*)'", expected_types), n=1)
     near = look_up_value(key, value) or next(iter(close), None)
     hint = f"; did you mean {near}?" if near else ""
-    if expected.startswith("text") and isinstance(value, int | float):
+    if expected_types.startswith("text") and isinstance(value, int | float):
         hint = "; put it in quotes"
-    if isinstance(value, str) and (match := re.match(r"(\w+):([^\s/]\S*)", value)) and expected == "a mapping":
+    if isinstance(value, str) and (match := re.match(r"(\w+):([^\s/]\S*)", value)) and expected_types == "a mapping":
         hint = f"; a space is missing after the colon: {match[1]}: {match[2]}"
-    elif isinstance(value, str) and expected == "a mapping" and re.fullmatch(r"data\.train\[\d+\]", key):
+    elif isinstance(value, str) and expected_types == "a mapping" and re.fullmatch(r"data\.train\[\d+\]", key):
         hint = f"; write {{source: {quote_flow_text(value)}}}"
-    if isinstance(value, str) and re.match(r"-\S", value) and expected.startswith("a list"):
+    if isinstance(value, str) and re.match(r"-\S", value) and expected_types.startswith("a list"):
         hint = "; a space is missing after the dash of each item"
-    return f"expected {expected}, not {_format_value(value)}{hint}"
+    return f"expected {expected_types}, not {_format_value(value)}{hint}"
 
 
 def _describe_expected(item: ErrorDetails) -> str:
@@ -294,16 +294,16 @@ def _locate_contradiction(
     contradiction: Contradiction, tree: Tree, file: Origin, cause: Origin | None = None
 ) -> Problem:
     """Return a contradiction as a problem; ``cause`` is where a value was written that is named before."""
-    written = _find_origins(contradiction, tree)
-    origin = next(iter(written.values()), None) or find_origin(tuple(contradiction.keys[0].split(".")), tree, file)
+    origins = _find_origins(contradiction, tree)
+    origin = next(iter(origins.values()), None) or find_origin(tuple(contradiction.keys[0].split(".")), tree, file)
     # The reader of one file does not see that a value comes from another.
     elsewhere = [
         f"{key}: {written_at}"
-        for key, written_at in written.items()
+        for key, written_at in origins.items()
         if written_at.source != origin.source and written_at != cause
     ]
-    where = f" ({', '.join(elsewhere)})" if elsewhere else ""
-    return Problem(origin, f"{contradiction.keys[0]}: {contradiction.message}{where}")
+    suffix = f" ({', '.join(elsewhere)})" if elsewhere else ""
+    return Problem(origin, f"{contradiction.keys[0]}: {contradiction.message}{suffix}")
 
 
 def find_meaning(name: str) -> OwnKey | str | None:
@@ -343,27 +343,27 @@ def _suggest_key(path: KeyPath, near: KeyPath | str | None, model: type[BaseMode
     if near is None:
         choices = ", ".join(_list_keys(_find_section_path(path), model))
         return f"; choose from {choices}" if choices else ""
-    shown = str(near[-1] if near[:-1] == path[:-1] else format_key_path(near))
-    return f"; did you mean {_look_up_own_key(path, near).shown(shown, _look_up_value(path, tree))}?"
+    suggestion = str(near[-1] if near[:-1] == path[:-1] else format_key_path(near))
+    return f"; did you mean {_look_up_own_key(path, near).shown(suggestion, _look_up_value(path, tree))}?"
 
 
 def _find_nearest(path: KeyPath, model: type[BaseModel], tree: Tree) -> KeyPath | str | None:
     """Return the known key that an unknown one most likely means, here or elsewhere, or what to do instead."""
     key, section = path[-1], _find_section_path(path)
-    here: dict[str, KeyPath] = {name: (*section, name) for name in _list_keys(section, model)}
+    local_keys: dict[str, KeyPath] = {name: (*section, name) for name in _list_keys(section, model)}
     sections = model.model_fields
     elsewhere: dict[str, KeyPath] = {
         name: (section, name) for section in sections for name in _list_keys((section,), model)
     }
-    elsewhere |= {name: (name,) for name in sections} | here
-    choosing = [name for name in here if _is_choice(_look_up_value(path, tree), here[name], model)]
-    if len(choosing) == 1 and not difflib.get_close_matches(str(key), here, n=1, cutoff=0.7):
-        return here[choosing[0]]
+    elsewhere |= {name: (name,) for name in sections} | local_keys
+    choosing = [name for name in local_keys if _is_choice(_look_up_value(path, tree), local_keys[name], model)]
+    if len(choosing) == 1 and not difflib.get_close_matches(str(key), local_keys, n=1, cutoff=0.7):
+        return local_keys[choosing[0]]
     if str(key) in elsewhere:
         return elsewhere[str(key)]
     if (ours := look_up_key(str(key))) is not None and not any(isinstance(part, int) for part in path):
         return ours if isinstance(ours, str) else tuple(ours.key.split("."))
-    for names in (here, elsewhere):
+    for names in (local_keys, elsewhere):
         if close := difflib.get_close_matches(str(key), names, n=1, cutoff=0.7):
             return names[close[0]]
     return None
@@ -414,7 +414,7 @@ def _find_section(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | 
     field = model.model_fields.get(key) if model is not None else None
     kind = field.annotation if field is not None else None
     kinds = [kind, *get_args(kind)] if get_origin(kind) is not list else []  # a section of one task may be None
-    return next((one for one in kinds if isinstance(one, type) and issubclass(one, BaseModel)), None)
+    return next((item for item in kinds if isinstance(item, type) and issubclass(item, BaseModel)), None)
 
 
 def _find_section_at(path: KeyPath, model: type[BaseModel]) -> type[BaseModel] | None:

@@ -436,8 +436,10 @@ def build_recipe_model(task: str | None = None) -> type[RecipeSchema]:
 def _build_data_section(specs: Iterable[TaskSpec]) -> type[DataSection]:
     """Return the section ``data`` with the keys of all tasks."""
     kinds = dict.fromkeys(spec.data for spec in specs)
-    own = tuple(kind for kind in kinds if not any(other is not kind and issubclass(other, kind) for other in kinds))
-    return own[0] if len(own) == 1 else create_model("DataSection", __base__=own, __doc__=DataSection.__doc__)
+    bases = tuple(
+        kind for kind in kinds if not any(subclass is not kind and issubclass(subclass, kind) for subclass in kinds)
+    )
+    return bases[0] if len(bases) == 1 else create_model("DataSection", __base__=bases, __doc__=DataSection.__doc__)
 
 
 def _describe_task(name: str) -> str:

@@ -117,11 +117,11 @@ class StrategySpec:
 
     def offloaded(self, values: object) -> frozenset[str]:
         """Return what ``values``, such as a recipe's section, offload to the host's memory."""
-        return frozenset().union(*(moved for key, moved in self.offloads.items() if getattr(values, key)))
+        return frozenset().union(*(parts for key, parts in self.offloads.items() if getattr(values, key)))
 
     def refuses(self, values: Mapping[str, object]) -> Limit | None:
         """Return the first limit that ``values``, by recipe key, violate."""
-        return next((one for one in self.limits if not one.takes(values.get(one.key, "auto"))), None)
+        return next((limit for limit in self.limits if not limit.takes(values.get(limit.key, "auto"))), None)
 
 
 def look_up_strategy(name: str) -> StrategySpec:

@@ -35,7 +35,7 @@ def _read_tables() -> dict[str, Any]:
 @cache
 def list_answers() -> dict[OwnKey | str, str]:
     """Return other tools' names, separated by spaces, by answer: a key of ours or a sentence."""
-    keys = {OwnKey(key, *(word or None for word in written)): names for key, names, *written in _read_tables()["keys"]}
+    keys = {OwnKey(key, *(word or None for word in words)): names for key, names, *words in _read_tables()["keys"]}
     return {**keys, **_read_tables()["sentences"]}
 
 

@@ -150,8 +150,8 @@ class TaskSpec:
 
 def _merge_written(filled: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
     """Merge ``written`` over ``filled``, mappings key by key."""
-    merged = dict(filled)
+    result = dict(filled)
     for key, value in written.items():
         earlier = filled.get(key)
-        merged[key] = _merge_written(earlier, value) if isinstance(earlier, dict) and isinstance(value, dict) else value
-    return merged
+        result[key] = _merge_written(earlier, value) if isinstance(earlier, dict) and isinstance(value, dict) else value
+    return result

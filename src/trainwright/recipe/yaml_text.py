@@ -162,23 +162,23 @@ def _describe_error(lines: list[str], error: yaml.MarkedYAMLError) -> tuple[int,
 
 def _describe_indentation(lines: list[str], index: int, before: list[int]) -> str:
     """Return what is wrong with the indentation of a line, by those ``before`` it that are in the same block."""
-    what, indent = _extract_key(lines[index]), _count_indent(lines[index])
-    is_item = what.startswith("-")
+    key, indent = _extract_key(lines[index]), _count_indent(lines[index])
+    is_item = key.startswith("-")
     beside = [n for n in before if lines[n].lstrip().startswith("-") == is_item and lines[n].strip() != "---"]
     if is_item and not (beside and beside[-1] == before[-1]):
         return (
-            f"{what}: a list item, with {_format_spaces(indent)} before it, is under no key; indent it below the key "
+            f"{key}: a list item, with {_format_spaces(indent)} before it, is under no key; indent it below the key "
             "of its "
             "list"
         )
     if not beside:
         return (
-            f"{what}: the indentation, {_format_spaces(indent)}, fits no line above; indent it like the keys beside it"
+            f"{key}: the indentation, {_format_spaces(indent)}, fits no line above; indent it like the keys beside it"
         )
     near = beside[-1]
     than = "more" if indent > _count_indent(lines[near]) else "less"
     return (
-        f"{what}: has {than} indentation ({_format_spaces(indent)}) than {_extract_key(lines[near])} on line "
+        f"{key}: has {than} indentation ({_format_spaces(indent)}) than {_extract_key(lines[near])} on line "
         f"{near + 1} "
         f"({_format_spaces(_count_indent(lines[near]))}); indent both alike"
     )

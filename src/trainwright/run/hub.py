@@ -215,8 +215,8 @@ def _iterate_front_matter(recipe: RecipeSchema, start: EventRecord, is_adapter: 
         yield "pipeline_tag: reinforcement-learning"
     name = recipe.model.name
     # A file that a package ships under a name of the Hub differs from the weights published there.
-    other = recipe.model.gguf_file is None and "dequantized" in start.get("weights", "")
-    if name is not None and not (_is_absolute(name) or Path(name).exists() or other):
+    is_dequantized = recipe.model.gguf_file is None and "dequantized" in start.get("weights", "")
+    if name is not None and not (_is_absolute(name) or Path(name).exists() or is_dequantized):
         yield f"base_model: {name}"
         yield f"base_model_relation: {'adapter' if is_adapter else 'finetune'}"
     yield "tags:"
@@ -225,7 +225,7 @@ def _iterate_front_matter(recipe: RecipeSchema, start: EventRecord, is_adapter: 
 
 
 def _format_introduction(recipe: RecipeSchema, start: EventRecord, is_adapter: bool, base: BaseModel | None) -> str:
-    what = f"An adapter ({recipe.model.adapter.type})" if is_adapter else "A model"
+    subject = f"An adapter ({recipe.model.adapter.type})" if is_adapter else "A model"
     name = recipe.model.name
     is_gguf = "dequantized" in start.get("weights", "")
     of = start.get("weights", "a randomly initialized model") if name is None or is_gguf else name
@@ -234,7 +234,7 @@ def _format_introduction(recipe: RecipeSchema, start: EventRecord, is_adapter: b
     steps, devices = start.get("max_steps"), start.get("world_size", 1)
     batch = f"{recipe.train.global_batch_size} {recipe.train.batch_unit}"
     return (
-        f"{what} made from {of} by {recipe.task}: {steps:,} steps of {batch} on "
+        f"{subject} made from {of} by {recipe.task}: {steps:,} steps of {batch} on "
         f"{devices} x {start.get('device', 'one device')} ({start.get('strategy')}, "
         f"{describe_precision(start)}); {text.format_count(start.get('parameters', 0))} "
         f"parameters, {text.format_count(start.get('trainable_parameters', 0))} of them trained."
@@ -257,11 +257,11 @@ def _format_usage(recipe: RecipeSchema, name: str, weights: Path) -> str:
 
 
 def _format_metrics(events: Sequence[EventRecord]) -> Iterator[str]:
-    measured = [event for event in events if event["event"] == "evaluate"]
-    if not measured:
+    evaluations = [event for event in events if event["event"] == "evaluate"]
+    if not evaluations:
         yield "No evaluation on held-out data."
         return
-    first, last = measured[0], measured[-1]
+    first, last = evaluations[0], evaluations[-1]
     yield f"| on held-out data | before (step {first['step']}) | after (step {last['step']}) |"
     yield "| --- | --- | --- |"
     for name, value in last["metrics"].items():
@@ -275,16 +275,16 @@ def _format_metrics(events: Sequence[EventRecord]) -> Iterator[str]:
 def _format_curve(events: Sequence[EventRecord]) -> Iterator[str]:
     steps = [event for event in events if event["event"] == "step"]
     held_out = {event["step"]: event["metrics"].get("loss") for event in events if event["event"] == "evaluate"}
-    chosen = {round(i * (len(steps) - 1) / max(1, _POINTS - 1)) for i in range(_POINTS)} if steps else set()
-    chosen |= {i for i, event in enumerate(steps) if event["step"] in held_out}
+    indices = {round(i * (len(steps) - 1) / max(1, _POINTS - 1)) for i in range(_POINTS)} if steps else set()
+    indices |= {i for i, event in enumerate(steps) if event["step"] in held_out}
     yield "| step | training loss | held-out loss |"
     yield "| --- | --- | --- |"
-    for i in sorted(chosen):
+    for i in sorted(indices):
         event = steps[i]
-        other = held_out.get(event["step"])
+        loss = held_out.get(event["step"])
         yield (
             f"| {event['step']:,} | {text.format_metric(event['loss'])} | "
-            f"{'' if other is None else text.format_metric(other)} |"
+            f"{'' if loss is None else text.format_metric(loss)} |"
         )
 
 
@@ -306,14 +306,14 @@ def _remove_paths(card: str, recipe: RecipeSchema, *more: str) -> str:
 
 def build_published_settings(weights: Path) -> dict[str, bytes]:
     """Return the adapter's files that name its base model, by file name, without the local path of the base."""
-    published = {}
+    files = {}
     for name in ("adapter_config.json", BASE):
         if (weights / name).is_file():
             values = read_json(weights / name)
             for path in _find_paths(values):
                 values = {key: Path(path).name if value == path else value for key, value in values.items()}
-            published[name] = (json.dumps(values, indent=2) + "\n").encode()
-    return published
+            files[name] = (json.dumps(values, indent=2) + "\n").encode()
+    return files
 
 
 def _is_absolute(text: str) -> bool:

@@ -146,9 +146,9 @@ def run_joined(
                 _interrupt_preparation(failures)
                 seconds_before = compute_launch_age(launcher, number)
                 deadline = choose_deadline(options.until, options.time_limit, 0.0 if number else seconds_before)
-                opened, slot = participant.open(settings, stack, seconds_before, deadline)
+                opened_run, slot = participant.open(settings, stack, seconds_before, deadline)
             else:
-                opened, slot = participant.follow()
+                opened_run, slot = participant.follow()
         except Exception as error:
             return participant.refuse(error), None
         if not own_threads:
@@ -158,8 +158,8 @@ def run_joined(
         if environment.rank == 0:
             warn_of_launcher(environment.launcher, terminal)
         failures.set_interrupt(None)
-        run = Path(opened.directory) if environment.rank == 0 else opened.path
-        code = participant.train(run, opened, slot, deadline)
+        run = Path(opened_run.directory) if environment.rank == 0 else opened_run.path
+        code = participant.train(run, opened_run, slot, deadline)
         if environment.rank == 0 and code == EXIT_FINISHED:
             from trainwright.run.hub import push_finished
 
@@ -224,31 +224,31 @@ class _Participant:
         if rendezvous is None:
             members = [Member.here(environment)]
         else:
-            posted = rendezvous.gather(self.options.rendezvous_timeout or RENDEZVOUS_SECONDS)
-            members = [Member.read(fields) for fields in posted.values()]
+            member_fields = rendezvous.gather(self.options.rendezvous_timeout or RENDEZVOUS_SECONDS)
+            members = [Member.read(fields) for fields in member_fields.values()]
         request = self._request(settings)
         if request.recipe.parallel.device == "cpu":
             members = [replace(member, gpus=()) for member in members]
         slots = assign_device_slots(members)
         machines = len({(member.host, member.node) for member in members})
         check_request(request)
-        resolved = resolve_request(request, detect(), machines, check_gpus=False)
+        resolution = resolve_request(request, detect(), machines, check_gpus=False)
         if not self.options.force:
-            resolved.plan.refuse_shortage()
+            resolution.plan.refuse_shortage()
 
         def refuse(run: Path) -> None:
             refuse_stopped(run, seconds_before, deadline, resumed=request.run is not None)
 
-        with open_recorded_run(request, resolved, stack, refuse) as (run, text):
+        with open_recorded_run(request, resolution, stack, refuse) as (run, text):
             logs = run / "logs"
             failures.clear(logs, environment.size)
             process.enter_process(logs / "rank-0.log", parent=_find_parent(environment), keep_console=True)
             process.prepare(run)
             failures.begin(logs)
-        opened = OpenedRun(str(run), os.getcwd(), text, request.run is not None, list_first_ranks(members)[1:])
+        opened_run = OpenedRun(str(run), os.getcwd(), text, request.run is not None, list_first_ranks(members)[1:])
         if rendezvous is not None:
-            rendezvous.publish("opened", {"opened": vars(opened), "slots": [astuple(slot) for slot in slots]})
-        return opened, slots[0]
+            rendezvous.publish("opened", {"opened": vars(opened_run), "slots": [astuple(slot) for slot in slots]})
+        return opened_run, slots[0]
 
     def _request(self, settings: LauncherSettings | None) -> RunRequest:
         if settings is None and list_accelerate_variables(Variables()):
@@ -264,17 +264,17 @@ class _Participant:
         assert self.rendezvous is not None, "a world of one is rank 0"
         follow_signals()
         rendezvous, waiting = self.rendezvous, Waiting(f"rank {self.environment.rank}")
-        where = format_address(rendezvous.address, rendezvous.port)
-        decision = rendezvous.wait_for("opened", lambda: waiting.tell(lambda: f"rank 0 at {where} to begin the run"))
+        address = format_address(rendezvous.address, rendezvous.port)
+        decision = rendezvous.wait_for("opened", lambda: waiting.tell(lambda: f"rank 0 at {address} to begin the run"))
         if "refused" in decision:
             raise _PeerRefused(int(decision["refused"]), str(decision["why"]))
-        opened = OpenedRun(**decision["opened"])
+        opened_run = OpenedRun(**decision["opened"])
         member = f"rank {self.environment.rank} on {socket.gethostname()}"
-        run_directory.check_visible(opened.path, opened.recipe, member, "rank 0")
-        log = opened.path / "logs" / f"rank-{self.environment.rank}.log"
+        run_directory.check_visible(opened_run.path, opened_run.recipe, member, "rank 0")
+        log = opened_run.path / "logs" / f"rank-{self.environment.rank}.log"
         process.enter_process(log, parent=_find_parent(self.environment), keep_console=False)
         self.failures.begin(log.parent)
-        return opened, DeviceSlot(*decision["slots"][self.environment.rank])
+        return opened_run, DeviceSlot(*decision["slots"][self.environment.rank])
 
     def refuse(self, error: Exception) -> int:
         """End before training has begun: rank 0 reports the reason, and every rank exits with the same code."""
@@ -303,9 +303,9 @@ class _Participant:
             from trainwright.run.run_worker import Worker, train
 
             prepare_each_machine(lambda: process.prepare(run), self.rendezvous, opened.firsts)
-            with ExitStack() as watched:
+            with ExitStack() as watch_stack:
                 for watcher in WATCHERS.present():
-                    watched.enter_context(
+                    watch_stack.enter_context(
                         watcher.watch_beside(run, rank_info, failures.terminal, lambda: failures.text)
                     )
                 worker = Worker(run, opened.resume, rank_info, deadline=deadline, launcher=self.environment.launcher)

@@ -67,9 +67,9 @@ class LocalLaunches:
             return self.elastic.next()
         if failed:
             return self._processes
-        if (changed := take_replan(self._run)) is None:
+        if (new_plan := take_replan(self._run)) is None:
             return 0
-        recipe, threads = changed
+        recipe, threads = new_plan
         self._processes = int(recipe.parallel.processes)
         say(f"continuing with {recipe.parallel.strategy} on {self._processes}")
         set_threads(self._threads, threads)
@@ -152,12 +152,12 @@ class NodeLaunches:
         if not number:
             self.code = EXIT_STOPPED
             return 0
-        where = self._spread([number])
-        if where is None:
+        placement = self._spread([number])
+        if placement is None:
             raise FaultError(self.nodes.lost or f"there is no room for {number} processes on the nodes that are left")
         recipe = "" if self.run is None else (self.run / run_directory.RECIPE).read_text(encoding="utf-8")
-        self.nodes.begin(where, recipe)
-        return where.each
+        self.nodes.begin(placement, recipe)
+        return placement.each
 
     def _largest(self, usable: Sequence[int]) -> int | None:
         """Return the largest of these numbers that there is room for."""
@@ -220,12 +220,12 @@ def choose_spread(usable: Collection[int], rooms: Mapping[int, int]) -> Spread |
         rooms: how many processes each node has room for, by its index.
     """
     best: Spread | None = None
-    for each in range(max(rooms.values(), default=0), 0, -1):
-        able = sorted(index for index, room in rooms.items() if room >= each)
+    for node_processes in range(max(rooms.values(), default=0), 0, -1):
+        able = sorted(index for index, room in rooms.items() if room >= node_processes)
         for count in range(len(able), 0, -1):
-            number = count * each
+            number = count * node_processes
             if able[0] == 0 and number in usable and (best is None or number >= best.processes):
-                best = Spread(tuple(able[:count]), each)
+                best = Spread(tuple(able[:count]), node_processes)
     return best
 
 
@@ -287,12 +287,12 @@ class Elastic:
         self._looked_at, available, flag = now, self.available(), self._stopping.flags.resize
         if available != self._target:
             self._target, self._since, self._saves = available, now, False
-        lasted = now - self._since
-        if available == self._running or lasted < _STEADY_SECONDS:
+        duration = now - self._since
+        if available == self._running or duration < _STEADY_SECONDS:
             flag.value = 0
         elif available is None or available < self._running:
             flag.value = RESIZE_NOW
-        elif lasted >= _STEADY_SECONDS + _CHECKPOINT_SECONDS and not self._saves:
+        elif duration >= _STEADY_SECONDS + _CHECKPOINT_SECONDS and not self._saves:
             flag.value, self._saves = RESIZE_SAVING, True
         elif not flag.value:
             flag.value = RESIZE_AT_CHECKPOINT

@@ -113,11 +113,11 @@ class Silence:
 
     def list_silent(self, nodes: Iterable[int]) -> list[int]:
         """Return which of these nodes have been silent for `SILENCE_LIMIT` seconds in which this process ran."""
-        now, watched = self._clock(), list(nodes)
+        now, node_list = self._clock(), list(nodes)
         if now - self._looked_at > _MAX_LOOK_GAP:
             self._heard_at = dict.fromkeys(self._heard_at, now)
         self._looked_at = now
-        return [node for node in watched if now - self._heard_at.setdefault(node, now) > SILENCE_LIMIT]
+        return [node for node in node_list if now - self._heard_at.setdefault(node, now) > SILENCE_LIMIT]
 
 
 class NodeFailed(TrainwrightError):
@@ -242,7 +242,7 @@ class Nodes:
         rendezvous.post(asdict(mine))
         if met.node_rank == 0:
             try:
-                infos = {i: NodeInfo(**posted) for i, posted in rendezvous.gather(met.seconds, admit, enough).items()}
+                infos = {i: NodeInfo(**fields) for i, fields in rendezvous.gather(met.seconds, admit, enough).items()}
                 check_same(infos)
             except TrainwrightError as error:
                 rendezvous.publish("met", {"refused": str(error), "exit_code": error.exit_code})
@@ -269,8 +269,8 @@ class Nodes:
             self._opened = [str(run), str(run.absolute())]
             self.rendezvous.publish("opened", [*self._opened, recipe])
             return run
-        shown, absolute, recipe = self.rendezvous.wait_for("opened", self.poll)
-        directory = Path(shown) if Path(shown).absolute() == Path(absolute) else Path(absolute)
+        shown_path, absolute, recipe = self.rendezvous.wait_for("opened", self.poll)
+        directory = Path(shown_path) if Path(shown_path).absolute() == Path(absolute) else Path(absolute)
         return self.run_reporting_failure(lambda: open_here(directory, recipe, self.index))
 
     def run_reporting_failure(self, work: Callable[[], Any]) -> Any:
@@ -294,15 +294,15 @@ class Nodes:
             NodeDropped: node 0 goes on without this one, and no workers run here.
         """
         self.listen()
-        failed = {index: report for index, report in self._ended.items() if report["kind"] == _FAILED}
-        if self.running and (failed or self._gone or self._dropped or self._stopping.killed):
+        failures = {index: report for index, report in self._ended.items() if report["kind"] == _FAILED}
+        if self.running and (failures or self._gone or self._dropped or self._stopping.killed):
             raise NodesLost
         if self._over is not None:  # node 0 leaves
             return
         if self._dropped:
             raise NodeDropped
         preparing = self.launch is None
-        for index, report in failed.items() if preparing else ():
+        for index, report in failures.items() if preparing else ():
             raise NodeFailed(f"{self._name(index)}: {report.get('text', 'failed')}", int(report["code"]))
         for index, how in self._gone.items():
             if index == 0 or (preparing and not self._rules.may_lose):
@@ -421,8 +421,8 @@ class Nodes:
         for message in early + self.rendezvous.peers.poll():
             if (peer := message["peer"]) != self.index:  # its own from before it was lost
                 self._hear(message["kind"], peer, message)
-        there = self.rendezvous.peers.list_connected()
-        for index in (self._expected if self.index == 0 else {0}) - there - {self.index}:
+        connected_nodes = self.rendezvous.peers.list_connected()
+        for index in (self._expected if self.index == 0 else {0}) - connected_nodes - {self.index}:
             self._forget(index, _LOST)
         if self._stopping.flag.value and not self._stop_sent:
             self._stop_sent = True
@@ -430,8 +430,10 @@ class Nodes:
         if self._silence.is_time():
             room = {} if self.room is None else {"room": self.room()}
             self.rendezvous.peers.send_direct(_RUNS, **room)
-        watched = self._expected - self._gone.keys() - {self.index} if self.index == 0 else {0} - self._gone.keys()
-        for index in self._silence.list_silent(watched) if self.launch is not None else ():
+        watched_nodes = (
+            self._expected - self._gone.keys() - {self.index} if self.index == 0 else {0} - self._gone.keys()
+        )
+        for index in self._silence.list_silent(watched_nodes) if self.launch is not None else ():
             self._is_silent(index)
 
     def _hear(self, kind: str, peer: int, message: Message) -> None:

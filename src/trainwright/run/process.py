@@ -312,12 +312,12 @@ def check_limits(local: int = 1, world: int = 1) -> None:
         MachineError: naming the limit, and how to change it.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    required = count_needed_files(local, world)
-    if soft != resource.RLIM_INFINITY and soft < required:
-        reached = required if hard == resource.RLIM_INFINITY else min(required, hard)
+    required_files = count_needed_files(local, world)
+    if soft != resource.RLIM_INFINITY and soft < required_files:
+        new_limit = required_files if hard == resource.RLIM_INFINITY else min(required_files, hard)
         with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (reached, hard))
-            soft = reached
+            resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard))
+            soft = new_limit
     files = None if soft == resource.RLIM_INFINITY else soft
     if (problem := check_process_limits(files, _count_free_bytes(_SHARED), local, world)) is not None:
         raise MachineError(problem)
@@ -350,11 +350,11 @@ def check_process_limits(files: int | None, shared: int | None, local: int, worl
         files: the limit of open files of a process; None without a limit.
         shared: bytes free in /dev/shm; None if it does not exist.
     """
-    needed = count_needed_files(local, world)
-    if files is not None and files < needed:
+    count = count_needed_files(local, world)
+    if files is not None and files < count:
         return (
             f"the limit of open files is {files} (ulimit -n), but a run of {world} process{'es' * (world > 1)} needs "
-            f"{needed}; raise it: `ulimit -n {max(1024, needed)}`, or nofile in /etc/security/limits.conf, or docker "
+            f"{count}; raise it: `ulimit -n {max(1024, count)}`, or nofile in /etc/security/limits.conf, or docker "
             "run --ulimit nofile=65536"
         )
     if shared is not None and shared < _SHARED_BYTES:

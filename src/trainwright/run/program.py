@@ -102,10 +102,10 @@ def pass_on_signals(
     """
     begin_activity("")  # the program has the terminal now
     programs: list[subprocess.Popen[Any]] = []
-    requested: list[int] = []
+    signal_numbers: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        requested.append(number)
+        signal_numbers.append(number)
         if number == signal.SIGINT and _is_in_foreground():
             return  # the terminal has already sent it to all of them
         for program in programs:
@@ -117,7 +117,7 @@ def pass_on_signals(
         if handler != signal.SIG_IGN:  # nohup
             signal.signal(number, pass_on)
     try:
-        yield programs, requested
+        yield programs, signal_numbers
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

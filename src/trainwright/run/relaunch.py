@@ -59,8 +59,8 @@ class Relaunch:
         """
         if not goes_on:
             raise_failure(failure)
-        if failure.ran_out is not None and (halved := self._halve(failure.ran_out)) is not None:
-            return halved
+        if failure.ran_out is not None and (halving := self._halve(failure.ran_out)) is not None:
+            return halving
         decision = self._restarts.decide(failure)
         if isinstance(decision, Failure):
             raise_failure(decision)
@@ -196,7 +196,7 @@ class Restarts:
         if stuck >= _MAX_STUCK:
             why = f"\nnot restarted again: {stuck} restarts in a row got no further than {_describe_step(step)}"
             return replace(failure, message=failure.message + why)
-        recent = [each for each in self._times if now - each < self._rate.seconds]
+        recent = [restart_time for restart_time in self._times if now - restart_time < self._rate.seconds]
         if len(recent) >= self._rate.times:
             why = f"\nnot restarted again: faults.restarts allows {self._allowed}"
             return replace(failure, message=failure.message + why)
@@ -218,7 +218,7 @@ class Restarts:
             return
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             state = json.loads((self._run / _RESTARTS_FILE).read_text(encoding="utf-8"))
-            times = [float(each) for each in state["times"]]
+            times = [float(restart_time) for restart_time in state["times"]]
             failures = [(step, str(error)) for step, error in state["failures"]]
             step, count = state.get("stuck", (None, 0))
             self._times, self._failures, self._stuck = times, failures, (step, int(count))

@@ -102,9 +102,9 @@ class TrainingRequest:
         count, overrides = self.num_processes, list(self.overrides)
         if count is None:
             return overrides
-        written = next((a for a in overrides if a.startswith("parallel.num_processes=")), None)
-        if written is not None and written.partition("=")[2].strip() != str(count):
-            raise RequestError(f"--num-processes {count} contradicts {written}; pass only one of them")
+        override = next((a for a in overrides if a.startswith("parallel.num_processes=")), None)
+        if override is not None and override.partition("=")[2].strip() != str(count):
+            raise RequestError(f"--num-processes {count} contradicts {override}; pass only one of them")
         return [*overrides, f"parallel.num_processes={count}"]
 
 
@@ -179,8 +179,8 @@ class RunRequest:
         )
         run_directory.record(run, text, self.stem, resolved.reasons, resolved.plan.document, resolved.chosen)
         if self.run is None:
-            named = [name for names in _list_extensions(recipe).values() for name in names]
-            run_directory.keep_modules(run, find_user_modules(named))
+            extension_names = [name for names in _list_extensions(recipe).values() for name in names]
+            run_directory.keep_modules(run, find_user_modules(extension_names))
         return text
 
 
@@ -210,9 +210,9 @@ def build_request(
     recipe_file = run / run_directory.RECIPE
     if settings is not None:
         overrides, reasons = settings.over(recipe or recipe_file, overrides, resumed=recipe is None)
-    resumed = load_resumed_recipe(run, recipe, overrides)
-    everything = tuple(dict.fromkeys((*resumed.reasons, *reasons)))
-    return RunRequest(resumed.recipe, run_directory.choose_stem(recipe_file), run, everything, resumed.chosen)
+    resumption = load_resumed_recipe(run, recipe, overrides)
+    all_reasons = tuple(dict.fromkeys((*resumption.reasons, *reasons)))
+    return RunRequest(resumption.recipe, run_directory.choose_stem(recipe_file), run, all_reasons, resumption.chosen)
 
 
 def _fork_request(request: RunRequest) -> RunRequest:
@@ -232,29 +232,31 @@ def _fetch_request(
     """Return the request for a run in a remote store, in `logging.run_directory` or runs/<its name> of this machine."""
     store = build_store(url)
     path = ("logging", "run_directory")
-    directory_overrides = [each.removeprefix(_DIRECTORY) for each in overrides if each.startswith(_DIRECTORY)]
-    directories = [str(parse_value(each, "the command line", path)[0]) for each in directory_overrides]
+    directory_overrides = [
+        override.removeprefix(_DIRECTORY) for override in overrides if override.startswith(_DIRECTORY)
+    ]
+    directories = [str(parse_value(override, "the command line", path)[0]) for override in directory_overrides]
     name = url.rstrip("/").rpartition("/")[2]
     run = expand_user_path(directories[-1]) if directories and directories[-1] != AUTO else run_directory.RUNS / name
     fetched = fetch_run([store], run, name)
     if not (run / run_directory.RECIPE).is_file():
         raise RequestError(f"--resume: {url} has no complete copy of a run; correct it, or start a new run")
-    rest = [each for each in overrides if not each.startswith(_DIRECTORY)]
+    rest = [override for override in overrides if not override.startswith(_DIRECTORY)]
     return _build_or_discard(fetched, run, recipe, rest, settings, url)
 
 
 def _resume_or_begin(recipe: Path | Tree | None, overrides: list[str], settings: LauncherSettings | None) -> RunRequest:
     if recipe is None:
         raise RequestError("--resume auto: no recipe; pass one, or name the run: trainwright train --resume RUN")
-    loaded = load_recipe(recipe, overrides)
-    run = run_directory.choose_own_directory(loaded.logging.run_directory, _choose_stem(recipe))
-    there = run_directory.set_directory(overrides, run)
+    loaded_recipe = load_recipe(recipe, overrides)
+    run = run_directory.choose_own_directory(loaded_recipe.logging.run_directory, _choose_stem(recipe))
+    run_overrides = run_directory.set_directory(overrides, run)
     has_started, fetched = (run / run_directory.RECIPE).is_file(), False
-    if not has_started and loaded.checkpoint.copies:
-        has_started = fetched = fetch_run(list_stores(loaded.checkpoint.copies, run), run)
+    if not has_started and loaded_recipe.checkpoint.copies:
+        has_started = fetched = fetch_run(list_stores(loaded_recipe.checkpoint.copies, run), run)
     if not has_started:
-        return replace(build_request(recipe, there, None, settings), in_place=True)
-    return _build_or_discard(fetched, run, recipe, there, settings)
+        return replace(build_request(recipe, run_overrides, None, settings), in_place=True)
+    return _build_or_discard(fetched, run, recipe, run_overrides, settings)
 
 
 def _build_or_discard(
@@ -277,9 +279,9 @@ def _find_run(resume: str, recipe: Path | Tree | None, overrides: list[str]) -> 
     """Return the run that --resume refers to: the one named, that of its own recipe, or the recipe's newest."""
     if recipe is None or resume:
         return run_directory.find(resume, "auto", "")
-    loaded, file = load_recipe(recipe, overrides), _find_file(recipe)
-    recorded = None if file is None else run_directory.find_run(file)
-    return recorded or run_directory.find("", loaded.logging.run_directory, _choose_stem(recipe))
+    loaded_recipe, file = load_recipe(recipe, overrides), _find_file(recipe)
+    recorded_run = None if file is None else run_directory.find_run(file)
+    return recorded_run or run_directory.find("", loaded_recipe.logging.run_directory, _choose_stem(recipe))
 
 
 def _choose_stem(recipe: Path | Tree) -> str:
@@ -304,24 +306,24 @@ def set_started_processes(request: RunRequest, processes: int, launcher: str) ->
             f"parallel.strategy: {parallel.strategy} runs one process, but {launcher} started {processes}; start one, "
             "or set parallel.strategy to auto"
         )
-    written = parallel.num_processes
-    if isinstance(written, ProcessRange):
-        usable = list_usable_processes(request.recipe, written)
+    num_processes = parallel.num_processes
+    if isinstance(num_processes, ProcessRange):
+        usable = list_usable_processes(request.recipe, num_processes)
         if processes not in usable:
             raise MachineError(
                 f"parallel.num_processes: the recipe allows {format_ranges(usable, ' to ')} processes, but {launcher} "
                 "started "
-                f"{processes}; start as many as it allows, or change its range ({written})"
+                f"{processes}; start as many as it allows, or change its range ({num_processes})"
             )
-        reasons += (f"parallel.num_processes {processes}: the number that {launcher} started, of {written}",)
+        reasons += (f"parallel.num_processes {processes}: the number that {launcher} started, of {num_processes}",)
         return replace(request, started=processes, reasons=reasons)
-    if written == "auto":
+    if num_processes == "auto":
         reasons += (f"parallel.num_processes {processes}: the number that {launcher} started",)
-    elif written != processes:
+    elif num_processes != processes:
         raise MachineError(
-            f"parallel.num_processes: the recipe asks for {written} process"
-            f"{'es' * (written > 1)}, but {launcher} started {processes}; start "
-            f"{written}, or set it to {processes} or auto"
+            f"parallel.num_processes: the recipe asks for {num_processes} process"
+            f"{'es' * (num_processes > 1)}, but {launcher} started {processes}; start "
+            f"{num_processes}, or set it to {processes} or auto"
         )
     return replace(request, recipe=set_processes(request.recipe, processes), reasons=reasons)
 
@@ -365,14 +367,14 @@ def resolve_request(request: RunRequest, machine: Machine, nodes: int = 1, check
     try:
         if recipe.has_texts:
             check_available(recipe.model)  # a plan of a model that cannot be trained here would mislead
-        resolved = resolve(recipe, machine, nodes, check_gpus)
+        resolution = resolve(recipe, machine, nodes, check_gpus)
     except RequestError as error:
         if request.run is None:
             raise
         raise RequestError(f"{error} (the recipe is {request.run / run_directory.RECIPE})") from error
-    chosen = tuple(dict.fromkeys((*request.chosen, *resolved.chosen)))
-    reasons = tuple(dict.fromkeys((*request.reasons, *resolved.reasons)))
-    return replace(resolved, reasons=reasons, chosen=chosen)
+    chosen_keys = tuple(dict.fromkeys((*request.chosen, *resolution.chosen)))
+    reasons = tuple(dict.fromkeys((*request.reasons, *resolution.reasons)))
+    return replace(resolution, reasons=reasons, chosen=chosen_keys)
 
 
 def check_request(request: RunRequest, creates: bool = True) -> None:
@@ -414,20 +416,20 @@ def _check_copies(recipe: RecipeSchema, run: Path | None, new: bool) -> None:
     directory = recipe.logging.run_directory
     new_name = "" if directory == AUTO else choose_default_name(expand_user_path(directory))
     name = new_name if run is None else name_in_stores(run)
-    for where in recipe.checkpoint.copies:
-        store = RemoteStore(where, name)
+    for url in recipe.checkpoint.copies:
+        store = RemoteStore(url, name)
         try:
             store.check()
             with store.in_words():
-                copied = bool(new and name and store.steps())
+                has_copies = bool(new and name and store.steps())
         except MachineError as error:
             if new:
                 raise
             say(f"warning: {error}; the run goes on without it", file=sys.stderr)
             continue
-        if copied:
+        if has_copies:
             raise RequestError(
-                f"checkpoint.copies: {where} has copies of a run named {name}; choose another "
+                f"checkpoint.copies: {url} has copies of a run named {name}; choose another "
                 "logging.run_directory, remove them, or go on with that run: --resume auto"
             )
 

@@ -102,7 +102,7 @@ def resolve(recipe: RecipeSchema, machine: Machine, nodes: int = 1, check_gpus: 
         RequestError: more processes than GPUs, or batch sizes that no number of processes satisfies.
         MachineError: a device that is not present or not usable, or a precision that it cannot compute in.
     """
-    requested, elastic = recipe, recipe.parallel.num_processes
+    requested_recipe, elastic = recipe, recipe.parallel.num_processes
     machine = restrict_to_device(machine, recipe.parallel.device)
     recipe, remarks = apply_implied_values(recipe, build_cluster(machine, nodes), check_gpus)
     planners = PLANNERS.present() or [choose_values]
@@ -111,20 +111,20 @@ def resolve(recipe: RecipeSchema, machine: Machine, nodes: int = 1, check_gpus: 
         remarks.append("parallel.device cpu: macOS is experimental; training uses the CPU, and not Apple's GPU (MPS)")
     if recipe.checkpoint.every == "auto":
         remarks.append(explain_auto_interval(recipe.faults.mean_time_between))
-    resolved = fill_auto_values(recipe, plan.values, machine.device)
+    resolved_recipe = fill_auto_values(recipe, plan.values, machine.device)
     usable: tuple[int, ...] = ()
     if isinstance(elastic, ProcessRange):
-        largest = int(resolved.parallel.processes)
-        allowed = tuple(n for n in list_usable_processes(resolved, elastic) if n <= largest)
-        usable = _select_fitting(resolved, allowed, plan.fits)
-        numbers = format_ranges(allowed, " to ")
+        largest = int(resolved_recipe.parallel.processes)
+        allowed_numbers = tuple(n for n in list_usable_processes(resolved_recipe, elastic) if n <= largest)
+        usable = _select_fitting(resolved_recipe, allowed_numbers, plan.fits)
+        numbers = format_ranges(allowed_numbers, " to ")
         remarks.append(f"parallel.num_processes: the run has as many of {numbers} processes as there are GPUs or slots")
-        if len(usable) < len(allowed):
-            few = format_ranges(allowed[: -len(usable)], " to ")
+        if len(usable) < len(allowed_numbers):
+            few = format_ranges(allowed_numbers[: -len(usable)], " to ")
             remarks.append(f"parallel.num_processes: with {few} the run does not fit, so it waits for {usable[0]}")
-        requested = set_processes(requested, usable[-1])
-    chosen = tuple(_list_changed_keys(requested, resolved))
-    return Resolved(resolved, (*plan.reasons, *remarks), plan, chosen, usable)
+        requested_recipe = set_processes(requested_recipe, usable[-1])
+    chosen_keys = tuple(_list_changed_keys(requested_recipe, resolved_recipe))
+    return Resolved(resolved_recipe, (*plan.reasons, *remarks), plan, chosen_keys, usable)
 
 
 # Tokens of a micro-batch that is chosen without a plan, unless one row has more.
@@ -203,10 +203,10 @@ def list_process_counts(recipe: RecipeSchema, machine: Machine, nodes: int) -> t
     """
     usual = len(machine.gpus) or min(2, machine.cpu_cores)  # more than two on a CPU gain nothing
     busy = max(1, min(usual, recipe.batch_rows // nodes))
-    others = chain(range(busy, 0, -1), range(busy + 1, (len(machine.gpus) or machine.cpu_cores) + 1))
-    each = next((n for n in others if not list_contradictions(set_processes(recipe, n * nodes))), busy)
+    candidates = chain(range(busy, 0, -1), range(busy + 1, (len(machine.gpus) or machine.cpu_cores) + 1))
+    node_processes = next((n for n in candidates if not list_contradictions(set_processes(recipe, n * nodes))), busy)
     idle = bool(machine.gpus) and not list_contradictions(set_processes(recipe, usual * nodes))
-    return tuple(dict.fromkeys((each * nodes, usual * nodes if idle else each * nodes)))
+    return tuple(dict.fromkeys((node_processes * nodes, usual * nodes if idle else node_processes * nodes)))
 
 
 def _select_fitting(
@@ -232,9 +232,9 @@ def fill_auto_values(recipe: RecipeSchema, chosen: Mapping[str, Mapping[str, Any
     values["parallel"]["device"] = device
     if recipe.checkpoint.keep_best == "auto":
         values["checkpoint"]["keep_best"] = recipe.spec.keeps_best and recipe.validates
-    resolved = _check_recipe(recipe, values)
-    deepspeed_config.check_file(resolved)
-    return resolved
+    resolved_recipe = _check_recipe(recipe, values)
+    deepspeed_config.check_file(resolved_recipe)
+    return resolved_recipe
 
 
 def _list_changed_keys(requested: RecipeSchema, resolved: RecipeSchema) -> Iterator[str]:
@@ -275,9 +275,9 @@ def apply_implied_values(
 
 def _set_implied_strategy(recipe: RecipeSchema, remarks: list[str]) -> RecipeSchema:
     """Return the recipe with the strategy that a strategy-specific key implies."""
-    if (implied := find_implied_strategy(recipe.parallel)) is None:
+    if (implied_choice := find_implied_strategy(recipe.parallel)) is None:
         return recipe
-    name, key = implied
+    name, key = implied_choice
     remarks.append(f"parallel.strategy {name}: required by {key}")
     return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"strategy": name})})
 
@@ -352,10 +352,10 @@ def _check_tf32(recipe: RecipeSchema, cluster: Cluster, remarks: list[str]) -> N
 
 
 def _check_kernels(recipe: RecipeSchema, cluster: Cluster, remarks: list[str]) -> None:
-    requested = recipe.model.kernels
+    kernels = recipe.model.kernels
     vendor = "CPU" if cluster.device == "cpu" else cluster.card.vendor
-    refuse_missing(requested, vendor, cluster.card.capability, explain_no_triton() if cluster.is_here else None)
-    if is_fused(requested):
+    refuse_missing(kernels, vendor, cluster.card.capability, explain_no_triton() if cluster.is_here else None)
+    if is_fused(kernels):
         remarks.append(
             "model.kernels triton: the loss is one kernel, and so are norms, rotary positions and gated activations "
             "where their formula is the kernel's"
@@ -408,9 +408,9 @@ def _check_offload(recipe: RecipeSchema, cluster: Cluster) -> None:
             "false, or train.activation_checkpointing to full to save memory"
         )
     keys = ("train.activation_offload", "parallel.offload_parameters", "parallel.offload_optimizer")
-    offloaded = [key for key in keys if getattr(getattr(recipe, key.partition(".")[0]), key.partition(".")[2])]
-    if offloaded and cluster.unified:
+    offloads = [key for key in keys if getattr(getattr(recipe, key.partition(".")[0]), key.partition(".")[2])]
+    if offloads and cluster.unified:
         raise MachineError(
-            f"{offloaded[0]}: {cluster.card.name} computes in the host's memory, so offloading to it saves none; set "
+            f"{offloads[0]}: {cluster.card.name} computes in the host's memory, so offloading to it saves none; set "
             "it to false"
         )

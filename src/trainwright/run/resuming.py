@@ -77,11 +77,15 @@ def load_resumed_recipe(run: Path, path: Path | Tree | None, overrides: Sequence
     """
     recipe_file = run / run_directory.RECIPE
     before = load_recipe(recipe_file)
-    chosen = run_directory.read_chosen_keys(run)
-    reset = dict(_iterate_open_values(before, read_merged(path, overrides), chosen))
-    anew = [f"{format_key_path(key)}={json.dumps(value)}" for key, value in reset.items()]
-    changed = load_with_origins(recipe_file if path is None else path, [*anew, *overrides])
-    changes = [each for each in _list_changes(before, changed) if each.path != _FORK or not is_same(each.new, each.old)]
+    chosen_keys = run_directory.read_chosen_keys(run)
+    reset = dict(_iterate_open_values(before, read_merged(path, overrides), chosen_keys))
+    reset_overrides = [f"{format_key_path(key)}={json.dumps(value)}" for key, value in reset.items()]
+    changed_recipe = load_with_origins(recipe_file if path is None else path, [*reset_overrides, *overrides])
+    changes = [
+        change
+        for change in _list_changes(before, changed_recipe)
+        if change.path != _FORK or not is_same(change.new, change.old)
+    ]
     _refuse(run, path, [change for change in changes if not change.allowed(run)])
     tree = read_merged(recipe_file, ())
     for change in changes:
@@ -91,11 +95,11 @@ def load_resumed_recipe(run: Path, path: Path | Tree | None, overrides: Sequence
     for section, key in reset.keys() & set(_LAYOUT):
         del tree.values[section][key]  # a default that is written counts as asked for
     recipe = check_tree(tree, Origin(str(recipe_file))).recipe
-    shown = [change for change in changes if change.path != _DIRECTORY and change.path not in reset]
-    lines = [line for change in shown if change.new != "auto" for line in change.lines()]
+    shown_changes = [change for change in changes if change.path != _DIRECTORY and change.path not in reset]
+    lines = [line for change in shown_changes if change.new != "auto" for line in change.lines()]
     still_true = [line for line in run_directory.read_reasons(run) if _is_valid_reason(line, recipe)]
-    asked_for = {format_key_path(change.path) for change in shown}
-    still_chosen = tuple(key for key in chosen if key not in asked_for)
+    asked_for = {format_key_path(change.path) for change in shown_changes}
+    still_chosen = tuple(key for key in chosen_keys if key not in asked_for)
     return ResumedRecipe(recipe, (*still_true, *(line for line in lines if line not in still_true)), still_chosen)
 
 
@@ -140,8 +144,8 @@ def _list_changes(before: RecipeSchema, changed: LoadedRecipe) -> list[_Change]:
     changes = []
     for path in dict.fromkeys([*new, *old]):
         was, now = old.get(path, _ABSENT), new.get(path, _ABSENT)
-        written = [origin for key, origin in changed.origins.items() if key[: len(path)] == path]
-        origin = min(written, key=lambda origin: origin.line is not None, default=None)  # an override, if there is one
+        origins = [origin for key, origin in changed.origins.items() if key[: len(path)] == path]
+        origin = min(origins, key=lambda origin: origin.line is not None, default=None)  # an override, if there is one
         typed = origin is not None and origin.line is None
         if was != now and (now != "auto" or typed):
             changes.append(_Change(path, was, now, origin or Origin("the default")))
@@ -259,15 +263,15 @@ def is_url(text: str) -> bool:
 
 def build_store(url: str) -> RemoteStore:
     """Return the store of the run that a URL names. Raises RequestError."""
-    where, _, name = url.rstrip("/").rpartition("/")
-    if not name or where.endswith((":/", ":")):
+    base_url, _, name = url.rstrip("/").rpartition("/")
+    if not name or base_url.endswith((":/", ":")):
         raise RequestError(f"--resume: {url} names no run; it has the form s3://bucket/runs/NAME")
-    return RemoteStore(where, name, "--resume")
+    return RemoteStore(base_url, name, "--resume")
 
 
 def list_stores(copies: Sequence[str], run: Path) -> list[RemoteStore]:
     """Return the stores with copies of a run, by the recipe's ``checkpoint.copies``. Raises RequestError."""
-    return [RemoteStore(where, remote_store.name_in_stores(run)) for where in copies]
+    return [RemoteStore(url, remote_store.name_in_stores(run)) for url in copies]
 
 
 def fetch_run(stores: Sequence[RemoteStore], run: Path, name: str | None = None) -> bool:
@@ -367,7 +371,7 @@ def _take_newest(
         Exception: whatever ``take`` raises other than a CheckpointError, for a damaged copy, or a FaultError.
     """
     copies, unreadable = _list_copies(stores)
-    refused: list[str] = []
+    errors: list[str] = []
     unread: tuple[int, str] | None = None  # the newest copy that cannot be read now, and why
     is_new = False
     for step, name, store in copies:
@@ -378,14 +382,14 @@ def _take_newest(
             break
         try:
             with store.in_words(FaultError):
-                stored = StoredRun.of(store, name) if store.is_complete(name) else None
-            if stored is not None:
-                take(name, store, stored)
+                stored_run = StoredRun.of(store, name) if store.is_complete(name) else None
+            if stored_run is not None:
+                take(name, store, stored_run)
                 _warn(f"{why}; a copy in another place is used" for why in unreadable)
                 return True
         except CheckpointError as error:
-            refused.append(f"the copy of {name} in {store.where} cannot be used: {error}")
-            _warn(refused[-1:])
+            errors.append(f"the copy of {name} in {store.where} cannot be used: {error}")
+            _warn(errors[-1:])
         except FaultError as error:
             unread = unread or (step, f"the copy of {name} cannot be read now: {error}; run the same command again")
     if unread is not None:
@@ -394,8 +398,8 @@ def _take_newest(
         if required or isinstance(why, RequestError):
             raise why
         _warn([f"{why}; the run goes on from its own checkpoints"])
-    if required and refused and not is_new:
-        raise RequestError(f"--resume: no copy of {run} can be used: {'; '.join(refused)}")
+    if required and errors and not is_new:
+        raise RequestError(f"--resume: no copy of {run} can be used: {'; '.join(errors)}")
     return is_new
 
 

@@ -77,10 +77,10 @@ def create(key: str, stem: str, *, in_place: bool = False) -> Path:
 def check_new(directory: Path) -> None:
     """Raise RequestError if the directory of a new run already exists."""
     if directory.exists():
-        what = (
+        hint = (
             f"; continue that run with --resume {quote_word(directory)}, or" if (directory / RECIPE).exists() else ";"
         )
-        raise RequestError(f"logging.run_directory: {directory} exists{what} choose another directory")
+        raise RequestError(f"logging.run_directory: {directory} exists{hint} choose another directory")
 
 
 def format_directory_override(directory: Path) -> str:
@@ -96,7 +96,7 @@ def format_directory_override(directory: Path) -> str:
 def set_directory(overrides: Iterable[str], directory: Path) -> list[str]:
     """Return overrides with the directory of a run in place of the one that they name."""
     return [
-        *(each for each in overrides if not each.startswith(f"{DIRECTORY_KEY}=")),
+        *(override for override in overrides if not override.startswith(f"{DIRECTORY_KEY}=")),
         format_directory_override(directory),
     ]
 
@@ -111,7 +111,7 @@ def check_files(run: Path) -> None:
         if not folder.is_dir():
             continue
         with os.scandir(folder) as entries:
-            special = [each.name for each in entries if each.is_symlink() or not (each.is_file() or each.is_dir())]
+            special = [entry.name for entry in entries if entry.is_symlink() or not (entry.is_file() or entry.is_dir())]
         for name in sorted(special):
             if name == "checkpoints" and not (Path(os.path.realpath(folder / name)).parent / "recipe.yaml").exists():
                 continue
@@ -141,10 +141,10 @@ def check_not_started(directory: Path) -> None:
         return
     except OSError as error:
         raise RequestError(f"logging.run_directory: {directory} cannot be read: {error.strerror}") from error
-    other = [name for name in names if name not in _BEFORE and not name.startswith(".")]
-    if other and RECIPE not in names:
+    files = [name for name in names if name not in _BEFORE and not name.startswith(".")]
+    if files and RECIPE not in names:
         raise RequestError(
-            f"logging.run_directory: {directory} has no run, but other files ({', '.join(other[:3])}); choose another "
+            f"logging.run_directory: {directory} has no run, but other files ({', '.join(files[:3])}); choose another "
             "directory"
         )
 
@@ -174,11 +174,11 @@ def find(resume: str, run_directory: str, stem: str) -> Path:
         return directory
     pattern = re.compile(re.escape(stem) + "-" + _STAMP)
     runs = RUNS.iterdir() if RUNS.is_dir() else ()
-    stamped = [run for run in runs if pattern.fullmatch(run.name)]
-    candidates = [run for run in (*stamped, choose_own_directory("auto", stem)) if (run / RECIPE).is_file()]
+    stamped_runs = [run for run in runs if pattern.fullmatch(run.name)]
+    candidates = [run for run in (*stamped_runs, choose_own_directory("auto", stem)) if (run / RECIPE).is_file()]
     if not candidates:
         raise RequestError(f"--resume: no run of this recipe under {RUNS}/ ({stem} or {stem}-<date>-<time>)")
-    began = {run: run.name.removeprefix(f"{stem}-")[:_STAMP_LENGTH] for run in stamped}
+    began = {run: run.name.removeprefix(f"{stem}-")[:_STAMP_LENGTH] for run in stamped_runs}
     return max(candidates, key=lambda run: (began.get(run) or _read_begin(run), run.stat().st_mtime))
 
 
@@ -234,8 +234,8 @@ def record(
     """
     content = {**(plan or {}), "recipe": stem, "reasons": list(reasons)}
     content["chosen_keys"] = list(chosen)
-    if (stored := read_plan(directory).get(STORED_AS)) is not None:
-        content[STORED_AS] = stored
+    if (stored_name := read_plan(directory).get(STORED_AS)) is not None:
+        content[STORED_AS] = stored_name
     try:
         write_file(directory / RECIPE, recipe)
         _write_plan(directory, content)
@@ -262,9 +262,9 @@ def read_predictions(directory: Path) -> dict[str, float]:
 def replace_predictions(directory: Path, predicted: Mapping[str, float], choice: Mapping[str, Any]) -> None:
     """Replace the predictions in the plan of a run that continues with another plan."""
     plan = read_plan(directory)
-    changed = {"predicted": {**plan.get("predicted", {}), **predicted}, "own_runs": {}}
-    changed["chosen"] = {**plan.get("chosen", {}), **choice}
-    _write_plan(directory, {**plan, **changed})
+    changes = {"predicted": {**plan.get("predicted", {}), **predicted}, "own_runs": {}}
+    changes["chosen"] = {**plan.get("chosen", {}), **choice}
+    _write_plan(directory, {**plan, **changes})
 
 
 def change_recipe(directory: Path, recipe: str, reason: str) -> None:

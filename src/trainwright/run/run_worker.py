@@ -185,7 +185,7 @@ def run_worker(
         with Activity(process.find_console(), "starting the trackers"):
             for observer in observers(ObservedRun(run, recipe, events.emit, world.size, own_process, may_change)):
                 events.follow(observer)
-    resized = is_resize_requested if isinstance(elastic, ProcessRange) and worker.may_change else None
+    resize_check = is_resize_requested if isinstance(elastic, ProcessRange) and worker.may_change else None
     stop_requests = requests(sizes[1] * STATE_BYTES) if requests is not None and world.is_main else None
     if stop_requests is not None:
         events.follow(stop_requests)
@@ -199,7 +199,7 @@ def run_worker(
         checkpoints=Checkpoints(run / "checkpoints", keep_last=keeps.keep_last, keep_best=keeps.keep_best is True),
         stop_requested=stop_requested,
         updating=lambda: set_fresh(False),
-        change_requested=functools.partial(is_replan_requested, run) if may_change else resized,
+        change_requested=functools.partial(is_replan_requested, run) if may_change else resize_check,
         policies=[*profiling, *(STEP_POLICIES.get(name) for name in recipe.train.step_policies)],
         save_requested=(lambda: False) if stop_requests is None else functools.partial(_take_save, stop_requests),
         stop_after=world.broadcast(None if worker.deadline is None else worker.deadline.step),

@@ -72,10 +72,10 @@ def start(request: RunRequest, resolved: Resolved, machine: Machine, rendezvous:
     # Imports torch, so it comes after the thread limit.
     from trainwright.run.nodes import LinkedStopping, NodeDropped
 
-    with LinkedStopping() as linked:
+    with LinkedStopping() as linked_stopping:
         while True:
             try:
-                return _train_as_node(request, resolved, machine, rendezvous, linked, local_size)
+                return _train_as_node(request, resolved, machine, rendezvous, linked_stopping, local_size)
             except NodeDropped:
                 say("the other nodes go on without this one, which did not answer; joining them again", file=sys.stderr)
 
@@ -151,9 +151,9 @@ class LocalRun:
         if code == EXIT_STOPPED:
             if is_first:
                 record_failure(run, None)
-            stopped = Stopped(f"{describe_stop(run, self.stopping.resumes_from)}; {_describe_next(run)}")
-            stopped.run = run
-            raise stopped
+            stop_error = Stopped(f"{describe_stop(run, self.stopping.resumes_from)}; {_describe_next(run)}")
+            stop_error.run = run
+            raise stop_error
         if not (run / "final").is_dir():
             raise TrainingError(f"{run} is gone: the run's directory was deleted or moved after the training was done")
         return run
@@ -167,8 +167,10 @@ class LocalRun:
         with ExitStack() as until_prepared:
 
             def make() -> tuple[Path, str]:
-                opened = open_recorded_run(request, self.resolved, stack, _refuse_stopped, lambda: stopping.requested)
-                return until_prepared.enter_context(opened)
+                run_context = open_recorded_run(
+                    request, self.resolved, stack, _refuse_stopped, lambda: stopping.requested
+                )
+                return until_prepared.enter_context(run_context)
 
             if nodes is not None:
                 run = nodes.open(make)
@@ -202,13 +204,13 @@ class LocalRun:
     def _replan(self, run: Path) -> None:
         """Plan with the lengths of the prepared rows."""
         with Activity(sys.stderr, "planning with the lengths of the prepared rows"):
-            resolved = resolve_request(self.request, self.machine)
+            resolution = resolve_request(self.request, self.machine)
             if not self.request.force:
-                resolved.plan.refuse_shortage()
-        before, self.resolved = self.resolved.plan.threads, resolved
-        self.request.record(run, resolved)
-        process.set_threads(before, resolved.plan.threads)
-        check_limits(resolved.processes, resolved.processes)
+                resolution.plan.refuse_shortage()
+        before, self.resolved = self.resolved.plan.threads, resolution
+        self.request.record(run, resolution)
+        process.set_threads(before, resolution.plan.threads)
+        check_limits(resolution.processes, resolution.processes)
 
     def _run_workers(self, run: Path, launches: LocalLaunches | NodeLaunches, processes: int) -> int:
         """Run the workers until the run has ended or stopped, launch after launch: after a failure that a restart or a
@@ -218,10 +220,10 @@ class LocalRun:
         from trainwright.run.supervisor import run_workers
 
         relaunch = Relaunch(run, self.resolved.recipe.faults.restarts)
-        resume, reported = self.request.run is not None or launches.has_launched, None
+        resume, event = self.request.run is not None or launches.has_launched, None
         while processes:
-            worker = Worker(run, resume, reported=reported, may_change=launches.changes, deadline=self.request.deadline)
-            ended = run_workers(
+            worker = Worker(run, resume, reported=event, may_change=launches.changes, deadline=self.request.deadline)
+            result = run_workers(
                 functools.partial(train, worker),
                 processes=processes,
                 logs=run / "logs",
@@ -230,12 +232,12 @@ class LocalRun:
                 watched=run,
                 elastic=launches.elastic,
             )
-            resume, reported, failed = True, None, isinstance(ended, Failure)
-            if not isinstance(ended, Failure):
-                if ended == EXIT_FINISHED or self.stopping.requested or not launches.changes:
-                    return ended
+            resume, event, failed = True, None, isinstance(result, Failure)
+            if not isinstance(result, Failure):
+                if result == EXIT_FINISHED or self.stopping.requested or not launches.changes:
+                    return result
             elif launches.leads:
-                reported = relaunch.decide(ended, not self.stopping.flag.value and launches.may_go_on)
+                event = relaunch.decide(result, not self.stopping.flag.value and launches.may_go_on)
             with self._look_for_stops(run):
                 processes = launches.next(failed=failed)
         return launches.code
@@ -300,12 +302,12 @@ def try_largest_step(recipe: str, stopping: Stopping, processes: int) -> Failure
     try:
         run_directory.record(run, recipe, run.name, [])
         work = functools.partial(_run_trial, run)
-        ended = run_workers(work, processes=processes, logs=run / "logs", stopping=stopping)
+        result = run_workers(work, processes=processes, logs=run / "logs", stopping=stopping)
         if stopping.requested:
             raise Stopped()
     finally:
         shutil.rmtree(run, ignore_errors=True)
-    return ended if isinstance(ended, Failure) else None
+    return result if isinstance(result, Failure) else None
 
 
 def fit_micro_batch(run: Path, stopping: Stopping, processes: int) -> None:

@@ -40,10 +40,10 @@ def launch(entry: Callable[[], int], *, processes: int, logs: Path, stopping: St
     Raises:
         TrainwrightError: the first failure, of the class of its exit code.
     """
-    ended = run_workers(entry, processes=processes, logs=logs, stopping=stopping)
-    if isinstance(ended, Failure):
-        raise_failure(ended)
-    return ended
+    result = run_workers(entry, processes=processes, logs=logs, stopping=stopping)
+    if isinstance(result, Failure):
+        raise_failure(result)
+    return result
 
 
 def run_workers(
@@ -77,10 +77,10 @@ def run_workers(
     stopping.flags.fresh.value = stopping.flags.resize.value = 0
     killed_for_memory = count_memory_kills()
     verdict: dict[int, dict[str, Any]] = {}
-    registered = [] if watched is None else WATCHERS.present()  # imported before the workers are forked
+    watchers = [] if watched is None else WATCHERS.present()  # imported before the workers are forked
     with stopping.let_workers_run():
         workers = Workers(entry, ranks, logs, stopping.flags)
-        watches = [each.watch(watched, ranks, lambda: workers.alive) for each in registered if watched is not None]
+        watches = [watcher.watch(watched, ranks, lambda: workers.alive) for watcher in watchers if watched is not None]
         checks = [StopWatcher(stopping, lambda: workers.alive).check, *(watch.check for watch in watches)]
         if elastic is not None:
             checks.append(elastic.check)

@@ -108,13 +108,13 @@ def prepare_data(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, cache
         prepare, tokenizer=tokenizer, kind=kind, seed=seed, cache=cache, model_max_length=positions
     )
     if recipe.data.streaming is None:
-        prepared = prepare_rows(recipe.data)
+        prepared_data = prepare_rows(recipe.data)
     else:
         embeddings = count_embeddings(recipe.model, tokenizer)
-        prepared = prepare_streamed(recipe, tokenizer, cache, embeddings, positions, prepare_rows)
-    check_tokens(recipe, prepared.datasets, tokenizer)
-    check_prepared(recipe, prepared, cache)
-    return add_stages(recipe, prepared)
+        prepared_data = prepare_streamed(recipe, tokenizer, cache, embeddings, positions, prepare_rows)
+    check_tokens(recipe, prepared_data.datasets, tokenizer)
+    check_prepared(recipe, prepared_data, cache)
+    return add_stages(recipe, prepared_data)
 
 
 def add_stages(recipe: RecipeSchema, prepared: PreparedData) -> PreparedData:
@@ -154,11 +154,11 @@ def _check_packs(recipe: RecipeSchema, datasets: Sequence[TokenDataset]) -> None
     """Raise RequestError if packs cannot hold every example, whose number of sequences is known from the rows."""
     pack, longest = recipe.data.pack_length, recipe.data.max_length
     for dataset in datasets:
-        each = dataset.sequences_per_example
-        if pack is not None and pack < each * longest:
+        count = dataset.sequences_per_example
+        if pack is not None and pack < count * longest:
             raise RequestError(
-                f"data.pack_length: {pack} is too small for {each} answers of up to data.max_length {longest} tokens; "
-                f"set it to {each * longest} or more, or lower data.max_length"
+                f"data.pack_length: {pack} is too small for {count} answers of up to data.max_length {longest} tokens; "
+                f"set it to {count * longest} or more, or lower data.max_length"
             )
 
 
@@ -281,8 +281,8 @@ class LanguageModelTask:
 
     def _keep_start(self, weights: Iterable[tuple[str, torch.Tensor]], world: World) -> None:
         """Set ``start``: a hash of all weights, of an adapted model without those that train. Every rank must call."""
-        trained = {name for name, parameter in self._lm.named_parameters() if parameter.requires_grad}
-        self.start = fingerprint(weights, trained if self._without_adapter else (), world)
+        trained_names = {name for name, parameter in self._lm.named_parameters() if parameter.requires_grad}
+        self.start = fingerprint(weights, trained_names if self._without_adapter else (), world)
 
     def before_passes(self, passes: ForwardOnly, batch: GlobalBatch, *, validation: bool) -> None:
         """Do nothing: the loss of a micro-batch is independent of other micro-batches."""
@@ -378,10 +378,10 @@ class LanguageModelTask:
                 assert directory is not None
                 self._adapter.read_back(model, directory, tokens, all_parameters=all_parameters)
                 return None
-            expected = compute_logits(model, tokens) if directory is not None or not all_parameters else None
+            expected_logits = compute_logits(model, tokens) if directory is not None or not all_parameters else None
         if directory is None:
             return None
-        return check_saved(directory, self._checksums, tokens, expected if same_logits else None)
+        return check_saved(directory, self._checksums, tokens, expected_logits if same_logits else None)
 
 
 def _count_epoch(dataset: TokenDataset) -> dict[str, int]:

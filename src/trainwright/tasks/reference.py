@@ -105,10 +105,10 @@ class ReferenceTask(LanguageModelTask):
             "examples": str(list(examples)),
         }
         file = self._cache / "references" / f"{_digest(identity)}.npy"
-        cached = _open(file, dataset)
-        if all(world.gather(not np.isnan(cached[sequences]).any())):
+        cached_sums = _open(file, dataset)
+        if all(world.gather(not np.isnan(cached_sums[sequences]).any())):
             notify(f"the reference's log-probabilities of {format_plural(len(sequences), 'answer')} are in {file}")
-            return Reference(cached)
+            return Reference(cached_sums)
         notify(f"computing the reference's log-probabilities of {format_plural(len(examples), 'example')}")
         started_at = time.monotonic()
         with without():
@@ -129,9 +129,9 @@ def _compute(
     size, rows = stream.global_batch_size, None
     parts = [examples[i : i + size] for i in range(0, len(examples), size)]
     while True:
-        own = np.full(stream.dataset.sequence_count, np.nan)
+        local_sums = np.full(stream.dataset.sequence_count, np.nan)
 
-        def visit(module: nn.Module, micro: MicroBatch, own: Sums = own) -> None:
+        def visit(module: nn.Module, micro: MicroBatch, own: Sums = local_sums) -> None:
             batch = batch_of(micro)
             sums = -batch.sum_by_sequence(module(batch, losses=True))
             if micro.weight:
@@ -148,7 +148,7 @@ def _compute(
                 ) from error
             rows = -(-largest // 2)
             continue
-        return combine_sums(passes.world, own)
+        return combine_sums(passes.world, local_sums)
 
 
 def combine_sums(world: World, own: Sums) -> Sums:
@@ -162,10 +162,10 @@ def combine_sums(world: World, own: Sums) -> Sums:
 
 def _open(file: Path, dataset: TokenDataset) -> Sums:
     try:
-        cached: Sums = np.load(file, mmap_mode="r")
+        cached_sums: Sums = np.load(file, mmap_mode="r")
     except (OSError, ValueError):  # missing or incomplete
-        cached = np.full(0, np.nan)
-    return cached if len(cached) == dataset.sequence_count else np.full(dataset.sequence_count, np.nan)
+        cached_sums = np.full(0, np.nan)
+    return cached_sums if len(cached_sums) == dataset.sequence_count else np.full(dataset.sequence_count, np.nan)
 
 
 def _save(file: Path, sums: Sums, world: World) -> bool:

@@ -140,24 +140,24 @@ def read(file: Path) -> Beat | None:
 
 def _parse_beat(data: bytes) -> Beat:
     words = memoryview(data).cast("q")
-    places = (_PHASE.unpack_from(data, _compute_phase_offset(index)) for index in range(PHASES))
-    phases = [(_parse_text(name), Times(count, longest)) for count, longest, name in places]
+    phase_records = (_PHASE.unpack_from(data, _compute_phase_offset(index)) for index in range(PHASES))
+    phases = [(_parse_text(name), Times(count, longest)) for count, longest, name in phase_records]
     collectives = {}
     for offset in range(COLLECTIVES_AT, COLLECTIVES_AT + 2 * COLLECTIVES, 2):
         number, call = words[offset], words[offset + 1]
         if number:
             collectives[number] = _parse_collective(data, number, call // 2, bool(call % 2))
-    call, entered = words[CALL], words[ENTERED]
+    call, collective_number = words[CALL], words[ENTERED]
     return Beat(
         pid=words[PID],
         started_at=_BEGUN.unpack_from(data, _BEGUN_AT)[0],
         marks=words[MARKS],
-        entered=entered,
+        entered=collective_number,
         waiting=bool(words[IS_WAITING]),
         step=words[STEP],
         micro_batch=words[MICRO_BATCH],
         phase=phases[words[PHASE]][0],
-        collective=None if call < 0 else _parse_collective(data, entered, call, same_shape=False),
+        collective=None if call < 0 else _parse_collective(data, collective_number, call, same_shape=False),
         times={name: times for name, times in phases if times.count},
         collectives=collectives,
     )
@@ -332,9 +332,9 @@ class Heartbeat:
         if call is None:
             call = self._write_call(name, tensor, line)
         if counted:
-            self._entered = entered = self._entered + 1
-            offset = COLLECTIVES_AT + 2 * (entered % COLLECTIVES)
-            words[offset], words[offset + 1], words[ENTERED] = entered, 2 * call + same_shape, entered
+            self._entered = number = self._entered + 1
+            offset = COLLECTIVES_AT + 2 * (number % COLLECTIVES)
+            words[offset], words[offset + 1], words[ENTERED] = number, 2 * call + same_shape, number
         words[CALL] = call
         self._wait()
 
@@ -344,8 +344,8 @@ class Heartbeat:
             index = len(self._calls)
         else:
             calls = self._words[COLLECTIVES_AT + 1 : COLLECTIVES_AT + 2 * COLLECTIVES : 2].tolist()
-            used = {call // 2 for call in calls}
-            index = self._calls.pop(next(key for key, index in self._calls.items() if index not in used))
+            used_calls = {call // 2 for call in calls}
+            index = self._calls.pop(next(key for key, index in self._calls.items() if index not in used_calls))
         self._calls[name, tensor, line] = index
         texts = name.encode()[:24], tensor.encode()[:48], line.encode()[-160:]
         _CALL.pack_into(self._memory, _CALLS_AT + index * _CALL.size, *texts)
@@ -441,8 +441,8 @@ class Heartbeat:
 
     def waited(self) -> float:
         """Return the seconds inside collectives so far, with those of the present one; for another thread."""
-        since, waiting, ended = self._since, self._waiting, self.in_collectives
-        return ended + (time.monotonic() - since if waiting else 0.0)
+        since, waiting, ended_seconds = self._since, self._waiting, self.in_collectives
+        return ended_seconds + (time.monotonic() - since if waiting else 0.0)
 
 
 class _Inside(AbstractContextManager[None]):
@@ -539,8 +539,8 @@ class Spent:
         """Add to ``use`` what the device does up to ``event``, once it has done it."""
         self._marks.append((use, event))
         while len(self._marks) > 1 and self._marks[1][1].query():
-            (_, before), (of, reached) = self._marks.popleft(), self._marks[0]
-            seconds = before.elapsed_time(reached) / 1000
+            (_, before), (of, after) = self._marks.popleft(), self._marks[0]
+            seconds = before.elapsed_time(after) / 1000
             self._seconds[of] = self._seconds.get(of, 0.0) + seconds
             if of.waiting:
                 self.in_collectives += seconds

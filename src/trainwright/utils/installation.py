@@ -33,17 +33,17 @@ def write_recipe(name: str, folder: Path) -> list[Path]:
     """
     import yaml
 
-    if name not in (shipped := list_shipped_recipes()):
-        close = difflib.get_close_matches(name, shipped, n=1)
+    if name not in (recipe_names := list_shipped_recipes()):
+        close = difflib.get_close_matches(name, recipe_names, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise RequestError(f"{name}: no recipe has this name{hint}; trainwright recipe new --list prints all")
     texts, names = {}, [f"{name}.yaml"]
-    for each in names:
-        texts[file := folder / each] = text = (_RECIPES / each).read_text("utf-8")
+    for file_name in names:
+        texts[file := folder / file_name] = text = (_RECIPES / file_name).read_text("utf-8")
         if file.exists() and file.read_text("utf-8", "replace") != text:
             raise RequestError(f"{file}: exists with another content; move it away, or use it")
-        if (included := yaml.safe_load(text).get("include")) is not None:
-            names.append(os.path.normpath(Path(each).parent / included))
+        if (include := yaml.safe_load(text).get("include")) is not None:
+            names.append(os.path.normpath(Path(file_name).parent / include))
     for file, text in texts.items():
         with convert_write_errors(file):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -67,8 +67,8 @@ def _list_requirements(extra: str) -> list[str]:
         requirement, _, marker = line.partition(";")
         if marker.strip() == f'extra == "{extra}"':
             if requirement.startswith(f"{_NAME}["):
-                others = requirement.strip()[len(_NAME) + 1 : -1].split(",")
-                names += [each for other in others for each in _list_requirements(other)]
+                extras = requirement.strip()[len(_NAME) + 1 : -1].split(",")
+                names += [dependency for extra_name in extras for dependency in _list_requirements(extra_name)]
             else:
                 names.append(requirement.strip())
     return names

@@ -58,9 +58,9 @@ def leave_out_working_directory() -> None:
     stays, as the last.
     """
     paths = [path for path in sys.path if not is_working_directory(path)]
-    named = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    installed = dropwhile(lambda path: path != sysconfig.get_path("stdlib"), sys.path)
-    if any(path and is_working_directory(path) for path in (*named, *installed)):
+    listed_paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    installed_paths = dropwhile(lambda path: path != sysconfig.get_path("stdlib"), sys.path)
+    if any(path and is_working_directory(path) for path in (*listed_paths, *installed_paths)):
         paths.append(os.getcwd())
     sys.path[:] = paths
 
@@ -71,13 +71,13 @@ def run_path(path: str | os.PathLike[str]) -> Path:
     Raises:
         RequestError: it is the URL of a place for copies, or see `expand_user_path`.
     """
-    expanded, url = expand_user_path(path), _URL.match(os.fspath(path))
-    if url is None or expanded.exists():
-        return expanded
-    where = f"{url[1]}://{os.fspath(path)[url.end() :]}"  # a Path has only one of the slashes
+    expanded_path, url = expand_user_path(path), _URL.match(os.fspath(path))
+    if url is None or expanded_path.exists():
+        return expanded_path
+    location = f"{url[1]}://{os.fspath(path)[url.end() :]}"  # a Path has only one of the slashes
     raise RequestError(
-        f"{where} is a place for copies of runs, and this command needs a directory of this machine; use the run's "
-        f"directory where it is trained, or go on with the run here: trainwright train --resume {quote_word(where)}"
+        f"{location} is a place for copies of runs, and this command needs a directory of this machine; use the run's "
+        f"directory where it is trained, or go on with the run here: trainwright train --resume {quote_word(location)}"
     )
 
 
@@ -124,15 +124,15 @@ def list_files_inside(directory: Path, folder: str) -> list[str]:
         return []
     try:
         with os.scandir(at) as entries:
-            return sorted(each.name for each in entries if each.is_file(follow_symlinks=False))
+            return sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
     finally:
         os.close(at)
 
 
 def _check_kind(status: os.stat_result, is_kind: Callable[[int], bool]) -> None:
     if not is_kind(status.st_mode):
-        what = next((words for is_other, words in _FILE_KINDS if is_other(status.st_mode)), "a device")
-        raise OSError(errno.EINVAL, f"is {what}, not a {'file' if is_kind is stat.S_ISREG else 'directory'}")
+        kind = next((words for is_other, words in _FILE_KINDS if is_other(status.st_mode)), "a device")
+        raise OSError(errno.EINVAL, f"is {kind}, not a {'file' if is_kind is stat.S_ISREG else 'directory'}")
 
 
 def wait_for_text(file: Path, text: str, seconds: float = _LATE_SECONDS) -> bool:

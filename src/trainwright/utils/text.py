@@ -146,19 +146,19 @@ def format_table(rows: Sequence[Sequence[str]], width: int | None = None, *, num
     Args:
         numbers: all columns but the first have numbers, and are aligned to the right.
     """
-    shown = [[escape_controls(cell).replace("\n", " ") for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in shown) for column in range(len(shown[0]))]
-    aligned = [str.ljust, *[str.rjust if numbers else str.ljust] * (len(widths) - 1)]
+    printable_rows = [[escape_controls(cell).replace("\n", " ") for cell in row] for row in rows]
+    widths = [max(len(row[column]) for row in printable_rows) for column in range(len(printable_rows[0]))]
+    alignments = [str.ljust, *[str.rjust if numbers else str.ljust] * (len(widths) - 1)]
     lines = [
-        "  ".join(align(cell, size) for align, cell, size in zip(aligned, row, widths, strict=True)).rstrip()
-        for row in shown
+        "  ".join(align(cell, size) for align, cell, size in zip(alignments, row, widths, strict=True)).rstrip()
+        for row in printable_rows
     ]
     if width is None or all(len(line) <= width for line in lines):
         yield from lines
         return
-    head, *others = shown
+    head, *body = printable_rows
     label = max(map(len, head[1:]), default=0)
-    for row in others:
+    for row in body:
         yield row[0]
         for name, cell in zip(head[1:], row[1:], strict=True):
             if cell:
@@ -220,10 +220,10 @@ def say(line: str = "", *, file: TextIO | None = None, end: str = "\n", wrap: bo
     if _drawn is not None:
         draw("", _drawn)
     stream = sys.stdout if file is None else file
-    shown = escape_controls(line)
+    text = escape_controls(line)
     if wrap and end == "\n" and stream.isatty():
-        shown = wrap_lines(shown, find_terminal_width(stream, 80))
-    print(replace_unencodable(shown, stream), file=stream, end=end, flush=True)
+        text = wrap_lines(text, find_terminal_width(stream, 80))
+    print(replace_unencodable(text, stream), file=stream, end=end, flush=True)
 
 
 def count_said_lines() -> int:
@@ -239,8 +239,8 @@ def replace_unencodable(text: str, stream: TextIO) -> str:
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
-        encoded = "".join(_PLAIN.get(char, char) if not _has(encoding, char) else char for char in text)
-        return encoded.encode(encoding, "backslashreplace").decode(encoding)
+        replaced_text = "".join(_PLAIN.get(char, char) if not _has(encoding, char) else char for char in text)
+        return replaced_text.encode(encoding, "backslashreplace").decode(encoding)
     return text
 
 
@@ -301,9 +301,9 @@ def draw(line: str, stream: TextIO, ending: str = "") -> None:
     """Draw ``line`` and ``ending`` in place of the terminal's last line; a long ``line`` is cut, but not the ending."""
     global _drawn
     _drawn = stream if line else None
-    shown, ending = replace_unencodable(escape_controls(line), stream), replace_unencodable(ending, stream)
+    text, ending = replace_unencodable(escape_controls(line), stream), replace_unencodable(ending, stream)
     room = find_terminal_width(stream, 80) - 1
-    stream.write(f"\r\x1b[K{shown[: max(0, room - len(ending))]}{ending[:room]}")
+    stream.write(f"\r\x1b[K{text[: max(0, room - len(ending))]}{ending[:room]}")
     stream.flush()
 
 

@@ -154,8 +154,12 @@ def _explain_no_requeue(job: Mapping[str, str], anyway: bool) -> str | None:
     runs = job.get("JobState") == "RUNNING"
     # A job whose grace is over is completing, as one that a user has canceled or requeued. The time may be that of an
     # earlier start.
-    preempted = job.get("PreemptTime", "None")
-    if preempted != "None" and preempted >= job.get("StartTime", "") and (runs or _is_grace_over(job, preempted)):
+    preempted_at = job.get("PreemptTime", "None")
+    if (
+        preempted_at != "None"
+        and preempted_at >= job.get("StartTime", "")
+        and (runs or _is_grace_over(job, preempted_at))
+    ):
         return None
     if not runs and job.get("Reason") != "TimeLimit":
         return f"Slurm says that it is {job.get('JobState', '').lower()}, as after scancel and scontrol requeue"
@@ -216,14 +220,14 @@ def stop_jobs(directory: Path, seconds: float) -> str | None:
         # A job may begin, or wait again, meanwhile.
         new = [job for job in jobs if (job.name, job.waits) not in stopped_before]
         running = [job for job in jobs if not job.waits and (job.run / RECIPE).is_file()]
-        started = [job for job in new if job in running]
-        scheduler.cancel_jobs([job for job in new if job not in started])
-        scheduler.forbid_requeue(started)
+        started_jobs = [job for job in new if job in running]
+        scheduler.cancel_jobs([job for job in new if job not in started_jobs])
+        scheduler.forbid_requeue(started_jobs)
         for job in running:  # a start that is not this far yet forgets what was asked before it
-            if job in started or not stop_was_requested(job.run):
+            if job in started_jobs or not stop_was_requested(job.run):
                 ask(job.run / STOP_FILE)
         stopped_before |= {(job.name, job.waits) for job in new}
-        ends |= {job.run: "canceled" for job in new if job not in started} | {job.run: "" for job in started}
+        ends |= {job.run: "canceled" for job in new if job not in started_jobs} | {job.run: "" for job in started_jobs}
         if all(job.waits for job in jobs):
             break
         if time.monotonic() >= end:

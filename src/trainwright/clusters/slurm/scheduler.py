@@ -176,9 +176,9 @@ def read_grace(partition: str | None) -> Grace | None:
     if match is None:
         return None
     default_lines = (line for line in partitions if partition is not None or re.search(r"\bDefault=YES\b", line))
-    preempted = re.search(r"\bGraceTime=(\d+)", next(default_lines, ""))
+    grace_match = re.search(r"\bGraceTime=(\d+)", next(default_lines, ""))
     wait = float(match[1])
-    return Grace(wait, wait + (0.0 if preempted is None else float(preempted[1])))
+    return Grace(wait, wait + (0.0 if grace_match is None else float(grace_match[1])))
 
 
 def check_job_grace(needed: float) -> str | None:
@@ -195,17 +195,17 @@ def count_cpus_per_node(partition: str | None, gpus: int | None) -> int | None:
     nodes = _read_nodes(partition) or _read_sinfo_nodes(partition)
     if gpus is None:
         return min((cpus for cpus, _ in nodes), default=None)
-    most_gpus = max((there for _, there in nodes), default=0)
-    counted = [(cpus, there) for cpus, there in nodes if there >= max(1, min(gpus, most_gpus))]
-    return min((max(1, int(cpus * min(1.0, gpus / there))) for cpus, there in counted), default=None)
+    most_gpus = max((node_gpus for _, node_gpus in nodes), default=0)
+    candidates = [(cpus, node_gpus) for cpus, node_gpus in nodes if node_gpus >= max(1, min(gpus, most_gpus))]
+    return min((max(1, int(cpus * min(1.0, gpus / node_gpus))) for cpus, node_gpus in candidates), default=None)
 
 
 def _read_nodes(partition: str | None) -> list[tuple[int, int]]:
     """Return CPUs and GPUs of each node of a partition, without the CPUs that no job of it can have: those that are
     reserved for the system (CoreSpecCount, CpuSpecList) and those above MaxCPUsPerNode.
     """
-    partitions = {each.get("PartitionName", ""): each for each in _read_records("partition")}
-    default = [name for name, each in partitions.items() if each.get("Default") == "YES"]
+    partitions = {entry.get("PartitionName", ""): entry for entry in _read_records("partition")}
+    default = [name for name, entry in partitions.items() if entry.get("Default") == "YES"]
     nodes = []
     for node in _read_records("node"):
         cpus = node.get("CPUEfctv", node.get("CPUTot", ""))  # the first: since Slurm 22.05
@@ -215,7 +215,7 @@ def _read_nodes(partition: str | None) -> list[tuple[int, int]]:
             limit = partitions.get(name, {}).get("MaxCPUsPerNode", "")
             if cpus.isdigit():
                 nodes.append(
-                    (min(int(each) for each in (cpus, limit) if each.isdigit()), _count_gpus(node.get("Gres", "")))
+                    (min(int(entry) for entry in (cpus, limit) if entry.isdigit()), _count_gpus(node.get("Gres", "")))
                 )
     return nodes
 
@@ -232,8 +232,8 @@ def _read_sinfo_nodes(partition: str | None) -> list[tuple[int, int]]:
 
 
 def _read_records(kind: str) -> list[dict[str, str]]:
-    shown = _run("scontrol", "show", kind, "--oneliner").stdout
-    return [dict(re.findall(r"(\w+)=(\S*)", line)) for line in shown.splitlines()]
+    output = _run("scontrol", "show", kind, "--oneliner").stdout
+    return [dict(re.findall(r"(\w+)=(\S*)", line)) for line in output.splitlines()]
 
 
 def _count_gpus(devices: str) -> int:
@@ -265,8 +265,11 @@ def _join_elements(jobs: Sequence[QueuedJob]) -> list[str]:
     arrays: dict[str, list[QueuedJob]] = {}
     for job in jobs:
         arrays.setdefault(job.name.partition("_")[0], []).append(job)
-    several = {number: ",".join(job.name.partition("_")[2] for job in each) for number, each in arrays.items()}
-    return [each[0].name if len(each) == 1 else f"{number}_[{several[number]}]" for number, each in arrays.items()]
+    several = {number: ",".join(job.name.partition("_")[2] for job in elements) for number, elements in arrays.items()}
+    return [
+        elements[0].name if len(elements) == 1 else f"{number}_[{several[number]}]"
+        for number, elements in arrays.items()
+    ]
 
 
 def _check_reachable(result: subprocess.CompletedProcess[str]) -> None:
@@ -324,9 +327,9 @@ _OF_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT")
 
 def select_overriding(script: str, variables: Iterable[str]) -> list[str]:
     """Return those of the variables that override what a job's file asks for."""
-    written = {long or _LONG.get(short, "") for long, short in _OPTION.findall(script)}
-    also = (name for option in written for name in _VARIABLES.get(option, ()))
-    names = {*(option.upper().replace("-", "_") for option in written), *also, *_NEVER}
+    script_options = {long or _LONG.get(short, "") for long, short in _OPTION.findall(script)}
+    also = (name for option in script_options for name in _VARIABLES.get(option, ()))
+    names = {*(option.upper().replace("-", "_") for option in script_options), *also, *_NEVER}
     return sorted({f"SBATCH_{name}" for name in names - {"REQUEUE"}} & set(variables))
 
 

@@ -66,7 +66,7 @@ def format_job(job: Job, variables: Mapping[str, str] | None = None) -> str:
         RequestError: a path cannot be written into the file.
     """
     _check(job)
-    exported = capture_variables(os.environ if variables is None else variables)
+    exported_variables = capture_variables(os.environ if variables is None else variables)
     lines = [
         "#!/bin/bash",
         *_format_head(job),
@@ -76,7 +76,7 @@ def format_job(job: Job, variables: Mapping[str, str] | None = None) -> str:
         "trap : TERM USR1",
         f"cd {shlex.quote(os.getcwd())} || exit 3",
         *([] if job.settings.array else [_NO_ARRAY]),
-        *(f"export {name}={shlex.quote(value)}" for name, value in exported.items()),
+        *(f"export {name}={shlex.quote(value)}" for name, value in exported_variables.items()),
         *job.settings.setup,
         "",
         f"run={shlex.quote(str(job.run))}" + (f"/${ARRAY_ELEMENT}" if job.settings.array else ""),
@@ -91,22 +91,22 @@ def format_job(job: Job, variables: Mapping[str, str] | None = None) -> str:
 
 
 def _check(job: Job) -> None:
-    for what, path in (("logging.run_directory", job.run), ("the recipe", job.recipe)):
+    for label, path in (("logging.run_directory", job.run), ("the recipe", job.recipe)):
         if _UNWRITABLE.search(str(path)):
             raise RequestError(
-                f"{what}: {str(path)!r} has a quote, a backslash or a control character, which Slurm's job files "
+                f"{label}: {str(path)!r} has a quote, a backslash or a control character, which Slurm's job files "
                 "cannot have in a path; choose another one"
             )
 
 
 def _format_head(job: Job) -> list[str]:
-    written = "# Written by trainwright submit, which plans the run first; sbatch of this file starts or resumes it too"
+    comment = "# Written by trainwright submit, which plans the run first; sbatch of this file starts or resumes it too"
     series = ["# Each further job of the run: sbatch --dependency=afterany:NUMBER of the one before."] * is_series(job)
     if locate_job_directory(job).is_dir():
-        return [f"{written}.", *series]
+        return [f"{comment}.", *series]
     return [
         *series,
-        f"{written}, after",
+        f"{comment}, after",
         f"# mkdir -p {shlex.quote(str(locate_job_directory(job)))}",
         "# as Slurm creates no directory for the log.",
     ]
@@ -240,9 +240,9 @@ def _submit_jobs(job: Job, chosen: bool) -> list[str]:
 
 
 def _refuse_queued(job: Job) -> None:
-    for other in _list_queued_jobs(job):
+    for entry in _list_queued_jobs(job):
         raise RequestError(
-            f"job {other.name} of {job.run} is in the queue already ({other.state.lower()}); submit the run again when "
+            f"job {entry.name} of {job.run} is in the queue already ({entry.state.lower()}); submit the run again when "
             f"it has ended, or end it with: trainwright stop {quote_word(job.run)}"
         )
 
@@ -250,7 +250,7 @@ def _refuse_queued(job: Job) -> None:
 def _list_queued_jobs(job: Job) -> list[scheduler.QueuedJob]:
     """Return the jobs in the queue that train the run, or of an array a run of it."""
     jobs = scheduler.list_queued_jobs(each=True)
-    return [other for other in jobs if job.run in (other.run, other.array) and other.state != "COMPLETING"]
+    return [entry for entry in jobs if job.run in (entry.run, entry.array) and entry.state != "COMPLETING"]
 
 
 def _undo(job: Job, before: bytes | None) -> None:

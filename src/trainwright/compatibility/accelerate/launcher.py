@@ -216,8 +216,8 @@ def _build_fsdp_variables(source: AccelerateConfig) -> dict[str, str]:
         if value is None and default is None:
             continue
         text = _format_value(default if value is None else value)
-        named = key.removeprefix("fsdp_") in _NAMES
-        variables[name] = text.upper() if named else text if "cls" in key or "modules" in key else text.lower()
+        is_name = key.removeprefix("fsdp_") in _NAMES
+        variables[name] = text.upper() if is_name else text if "cls" in key or "modules" in key else text.lower()
     return variables
 
 
@@ -257,7 +257,7 @@ def _format_value(value: Any) -> str:
 
 def _build_source(variables: Mapping[str, str]) -> AccelerateConfig:
     values: dict[str, Any] = {}
-    places: dict[tuple[str, ...], str] = {}
+    origins: dict[tuple[str, ...], str] = {}
 
     def take(path: tuple[str, ...], name: str, unless: str | None = None) -> None:
         value = variables.get(name)
@@ -267,7 +267,7 @@ def _build_source(variables: Mapping[str, str]) -> AccelerateConfig:
         for key in path[:-1]:
             part = part.setdefault(key, {})
         part[path[-1]] = value
-        places[path] = name
+        origins[path] = name
 
     plugins = Variables(variables).list_accelerate_plugins()
     take(("mixed_precision",), "ACCELERATE_MIXED_PRECISION", unless="no")
@@ -286,11 +286,11 @@ def _build_source(variables: Mapping[str, str]) -> AccelerateConfig:
     alone = not any(name in variables for name in _SIZES)
     kind, variable = _choose_kind(plugins, variables, on_cpu=on_cpu, alone=alone)
     values["distributed_type"], values["use_cpu"] = kind, on_cpu
-    places |= {("distributed_type",): variable, ("use_cpu",): "ACCELERATE_USE_CPU"}
+    origins |= {("distributed_type",): variable, ("use_cpu",): "ACCELERATE_USE_CPU"}
     return AccelerateConfig(
         name=_ENVIRONMENT,
         values=values,
-        places=places,
+        places=origins,
         directory=Path(),
         stated=False,
         # Its launchers of several processes do not pass use_cpu on: an FSDP file with and without it looks the same.

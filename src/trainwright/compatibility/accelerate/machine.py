@@ -67,10 +67,12 @@ def _list_lacking_gpus(translation: Translation, machine: Machine) -> list[str]:
 
 def _explain_too_few_gpus(translation: Translation, machine: Machine) -> str | None:
     processes = translation.local_processes
-    here = " on this machine" if translation.nodes > 1 else ""
+    location = " on this machine" if translation.nodes > 1 else ""
     if translation.device == "cuda" and not machine.gpus:
-        required = "GPUs" if processes is None else _format_gpu_count(processes)
-        return f"{translation.distributed_type} requires {required}{here}, but none is available ({machine.describe()})"
+        demand = "GPUs" if processes is None else _format_gpu_count(processes)
+        return (
+            f"{translation.distributed_type} requires {demand}{location}, but none is available ({machine.describe()})"
+        )
     if translation.device == "cpu" or not machine.gpus:
         return None
     ids = translation.gpu_ids.split(",") if translation.gpu_ids else []
@@ -80,7 +82,7 @@ def _explain_too_few_gpus(translation: Translation, machine: Machine) -> str | N
     usable = len(ids) or len(machine.gpus)
     if processes is not None and processes > usable:
         available = f"gpu_ids names {_format_gpu_count(usable)}" if ids else f"there {_are(usable)} here"
-        return f"{processes} processes are requested{here}, one per GPU, but {available}"
+        return f"{processes} processes are requested{location}, one per GPU, but {available}"
     return None
 
 
@@ -119,8 +121,8 @@ def show(source: AccelerateConfig, translation: Translation, machine: Machine, w
     """Return the text, wrapped to at most ``width`` characters per line where possible."""
     lines = [source.name, ""]
     for label, text in _iterate_rows(source, translation, machine):
-        wrapped = textwrap.wrap(text, max(40, width - _LABEL), break_long_words=False, break_on_hyphens=False)
-        for index, line in enumerate(wrapped):
+        wrapped_lines = textwrap.wrap(text, max(40, width - _LABEL), break_long_words=False, break_on_hyphens=False)
+        for index, line in enumerate(wrapped_lines):
             lines.append(f"{label if index == 0 else '':<{_LABEL}}{line}".rstrip())
     return "\n".join(lines)
 
@@ -154,12 +156,12 @@ def _iterate_rows(source: AccelerateConfig, translation: Translation, machine: M
     strategy = translation.strategy
     yield "strategy", f"{strategy}: {look_up_strategy(strategy).summary}" if strategy else "not known"
     yield "precision", str(translation.value("train.mixed_precision") or "set by the recipe")
-    others = [
+    other_settings = [
         f"{key}={format_override_value(setting.value)}"
         for key, setting in translation.settings.items()
         if key not in _SHOWN_BY_THEMSELVES
     ]
-    yield from _label_lines("also sets", others)
+    yield from _label_lines("also sets", other_settings)
     reasons = list_lacking(translation, machine)
     if translation.problems:
         yield "here", "refused:"
@@ -182,16 +184,16 @@ def _label_lines(label: str, lines: list[str]) -> Iterator[tuple[str, str]]:
 
 def _describe_processes(translation: Translation) -> str:
     count = "set by the recipe" if translation.processes is None else str(translation.processes)
-    where = {"cuda": "on GPUs", "cpu": "on the CPU", "any": "on a GPU if there is one, else the CPU"}[
+    placement = {"cuda": "on GPUs", "cpu": "on the CPU", "any": "on a GPU if there is one, else the CPU"}[
         translation.device
     ]
     if translation.gpu_ids is not None:
-        where += f" {translation.gpu_ids}"
+        placement += f" {translation.gpu_ids}"
     if translation.nodes == 1:
-        return f"{count} {where}, one machine"
+        return f"{count} {placement}, one machine"
     meeting = f", meeting at {translation.rendezvous}" if translation.rendezvous else ""
     return (
-        f"{count} {where}, {format_plural(translation.nodes, 'machine')}, this is number "
+        f"{count} {placement}, {format_plural(translation.nodes, 'machine')}, this is number "
         f"{translation.node_rank}{meeting}"
     )
 

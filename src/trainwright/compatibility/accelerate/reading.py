@@ -283,13 +283,13 @@ class ConfigSection:
 
     def place(self, key: str) -> str:
         """Return where and how the key was written, for messages: `file.yaml:3: num_processes: 4`."""
-        written = self._written.get(key, key)
-        return f"{self.source.place(*self.path, written)}: {written}: {self._shown(key)}"
+        written_key = self._written.get(key, key)
+        return f"{self.source.place(*self.path, written_key)}: {written_key}: {self._shown(key)}"
 
     def wrong(self, key: str, expected: str, hint: str = "") -> None:
         """Add the problem that the value of a key is invalid."""
-        where = self.source.place(*self.path, self._written.get(key, key))
-        self.problems.append(f"{where}: {key}: expected {expected}, not {self._shown(key)}{hint}")
+        location = self.source.place(*self.path, self._written.get(key, key))
+        self.problems.append(f"{location}: {key}: expected {expected}, not {self._shown(key)}{hint}")
 
     def unknown(self, supported: Iterable[str], elsewhere: dict[str, str]) -> list[str]:
         """Return a line for every key that was not read. ``elsewhere``: keys of other parts, and which part."""
@@ -297,12 +297,12 @@ class ConfigSection:
         for key in self._values:
             if key in self._read_keys:
                 continue
-            written = self._written[key]
+            written_key = self._written[key]
             near = difflib.get_close_matches(key, list(supported), n=1, cutoff=0.7)
-            part = elsewhere.get(written)
+            part = elsewhere.get(written_key)
             hint = f"; it belongs under {part}" if part else f"; did you mean {near[0]}?" if near else ""
-            name = ".".join((*self.path, written))
-            lines.append(f"{self.source.place(*self.path, written)}: {name}: unknown key{hint}")
+            name = ".".join((*self.path, written_key))
+            lines.append(f"{self.source.place(*self.path, written_key)}: {name}: unknown key{hint}")
         return lines
 
     def _shown(self, key: str) -> str:

@@ -254,13 +254,13 @@ def _read_layout(part: ConfigSection, draft: Draft, nodes: int) -> None:
 
 def _read_sharding(part: ConfigSection) -> tuple[str | None, str]:
     """Return the sharding strategy, which version 1's wizard writes as fsdp_reshard_after_forward."""
-    stated = part.choice("fsdp_sharding_strategy", SHARDING)
-    other = (part.text("fsdp_reshard_after_forward") or "").upper()
-    if other in SHARDING and (stated is None or not part.source.stated):
-        return other, part.place("fsdp_reshard_after_forward")
-    if not part.source.stated and stated == "FULL_SHARD":  # Accelerate's default, in version 2 too
+    strategy = part.choice("fsdp_sharding_strategy", SHARDING)
+    reshard_strategy = (part.text("fsdp_reshard_after_forward") or "").upper()
+    if reshard_strategy in SHARDING and (strategy is None or not part.source.stated):
+        return reshard_strategy, part.place("fsdp_reshard_after_forward")
+    if not part.source.stated and strategy == "FULL_SHARD":  # Accelerate's default, in version 2 too
         return None, ""
-    return stated, part.place("fsdp_sharding_strategy")
+    return strategy, part.place("fsdp_sharding_strategy")
 
 
 def _read_reshard(part: ConfigSection) -> bool | None:

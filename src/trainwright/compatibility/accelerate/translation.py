@@ -125,24 +125,25 @@ class Translation:
             for key in self.settings
             if key in explicit
         ]
-        dropped = set(explicit)
+        dropped_keys = set(explicit)
         if "parallel.strategy" in explicit and find_last_value(overrides, "parallel.strategy") != self.strategy:
-            dropped |= set(_OF_THE_STRATEGY)
-        written = read_merged(recipe, ())
+            dropped_keys |= set(_OF_THE_STRATEGY)
+        merged_recipe = read_merged(recipe, ())
         for key, setting in self.settings.items():
-            there = _look_up_value(written, key)
-            if key in dropped or there in (None, "auto", setting.value):
+            recipe_value = _look_up_value(merged_recipe, key)
+            if key in dropped_keys or recipe_value in (None, "auto", setting.value):
                 continue
-            where = f"{written.origins.get(tuple(key.split('.')), recipe)}: {key} is {format_override_value(there)}"
+            origin = merged_recipe.origins.get(tuple(key.split(".")), recipe)
+            entry = f"{origin}: {key} is {format_override_value(recipe_value)}"
             if key == "parallel.strategy" and not resumed:
                 raise RequestError(
-                    f"{where}, but {setting.origin} means {setting.value}; remove one of the two, or set {key}=… on "
+                    f"{entry}, but {setting.origin} means {setting.value}; remove one of the two, or set {key}=… on "
                     "the command line"
                 )
             if not resumed:
-                reasons.append(f"{where}, replaced by {format_override_value(setting.value)}: {setting.origin}")
+                reasons.append(f"{entry}, replaced by {format_override_value(setting.value)}: {setting.origin}")
         reasons += [f"{self.source}: {', '.join(note.keys)}: {note.reason}" for note in self.notes]
-        remaining = replace(self, settings={k: v for k, v in self.settings.items() if k not in dropped})
+        remaining = replace(self, settings={k: v for k, v in self.settings.items() if k not in dropped_keys})
         return [*remaining.to_overrides(), *overrides], tuple(reasons)
 
     def to_overrides(self) -> list[Override]:
@@ -417,12 +418,12 @@ def _read_float8(top: ConfigSection, draft: Draft) -> None:
         return
     draft.set("train.mixed_precision", "bf16", top.place("mixed_precision"))
     draft.set("train.float8", "mxfp8" if backend == "TE" else "tensorwise", part.place("fp8_backend"))
-    used = ("fp8_backend", "fp8_use_mxfp8_block_scaling") if backend == "TE" else ("fp8_backend",)
+    used_keys = ("fp8_backend", "fp8_use_mxfp8_block_scaling") if backend == "TE" else ("fp8_backend",)
     if backend == "TE":
         draft.note(part.place("fp8_use_mxfp8_block_scaling"), "gradients of weights are products in bf16")
     for key in part.given():
         is_e4m3 = key == "fp8_format" and str(part.raw(key)).upper() == "E4M3"  # what mxfp8 rounds all to
-        if key not in used and not is_e4m3 and _is_on(part.raw(key)):
+        if key not in used_keys and not is_e4m3 and _is_on(part.raw(key)):
             draft.note(part.place(key), "not supported")
     for text in part.problems:
         draft.problem(text)
@@ -430,13 +431,13 @@ def _read_float8(top: ConfigSection, draft: Draft) -> None:
 
 def _read_compile(top: ConfigSection, draft: Draft) -> None:
     part = ConfigSection(top.source, ("dynamo_config",), "dynamo_")
-    where = part if "dynamo_backend" in part else top
-    backend = where.text("dynamo_backend")
+    section = part if "dynamo_backend" in part else top
+    backend = section.text("dynamo_backend")
     top.raw("dynamo_backend")
     if backend is not None and backend.upper() == "INDUCTOR":
-        draft.set("train.compile", True, where.place("dynamo_backend"))
+        draft.set("train.compile", True, section.place("dynamo_backend"))
     elif backend is not None and backend.upper() not in ("NO", "FALSE"):
-        draft.problem(f"{where.place('dynamo_backend')}: only torch's inductor is supported")
+        draft.problem(f"{section.place('dynamo_backend')}: only torch's inductor is supported")
     for key in part.given():
         part.raw(key)
         value = part.text(key)
@@ -501,9 +502,9 @@ def _read_left_over(top: ConfigSection, draft: Draft, kind: str | None) -> None:
     tpu = [key for key in _TPU_KEYS if _is_on(top.raw(key))]
     if tpu or _is_on(top.raw("command_file")):
         draft.note(", ".join(tpu or ["command_file"]), "for TPUs only")
-    used = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}.get(kind or "")
+    used_section = {"FSDP": "fsdp_config", "DEEPSPEED": "deepspeed_config"}.get(kind or "")
     for name in ("fsdp_config", "deepspeed_config", "megatron_lm_config"):
-        if name in top and name != used and kind is not None:
+        if name in top and name != used_section and kind is not None:
             draft.note(name, f"ignored with distributed_type {kind}")
     for name in ("ipex_config", "fp8_config", "tp_config"):
         used_here = name == "fp8_config" and "train.float8" in draft.settings
@@ -511,11 +512,11 @@ def _read_left_over(top: ConfigSection, draft: Draft, kind: str | None) -> None:
             draft.note(name, "not supported")
     if "mpirun_config" in top and any(map(_is_on, _list_items(top.raw("mpirun_config")))):
         draft.note("mpirun_config", "processes are started without MPI; on several machines, start the command on each")
-    supported = (*_PLAIN_KEYS, *_PARTS, *_TPU_KEYS)
+    supported_keys = (*_PLAIN_KEYS, *_PARTS, *_TPU_KEYS)
     elsewhere = dict.fromkeys(strategies.DEEPSPEED_KEYS, "deepspeed_config") | dict.fromkeys(
         strategies.FSDP_KEYS, "fsdp_config"
     )
-    for text in top.unknown(supported, elsewhere):
+    for text in top.unknown(supported_keys, elsewhere):
         draft.problem(text, for_script=True)
 
 

@@ -147,8 +147,8 @@ def _find_end(conversion: Conversion) -> Any:
 def _ignore_template(conversion: Conversion) -> None:
     """Leave out the chat template if no rows are turns: it is saved with the tokenizer then, and not used."""
     setting = conversion.settings.get("chat_template")
-    kinds = [one.value for one in conversion.settings.values() if one.pattern == "datasets[].type"]
-    paths = [one for one in conversion.settings.values() if one.pattern == "datasets[].path"]
+    kinds = [entry.value for entry in conversion.settings.values() if entry.pattern == "datasets[].type"]
+    paths = [entry for entry in conversion.settings.values() if entry.pattern == "datasets[].path"]
     has_turns = any(isinstance(kind, str) and kind.startswith(("chat_template", "sharegpt")) for kind in kinds)
     if setting is None or not setting.is_on or has_turns or len(kinds) < len(paths) or conversion.is_on("rl"):
         return
@@ -174,7 +174,7 @@ def _write_as_texts(
 
 def long_rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Leave out rows that are too long, unless they are texts, which are split."""
-    kinds = [one.value for one in conversion.settings.values() if one.pattern == "datasets[].type"]
+    kinds = [entry.value for entry in conversion.settings.values() if entry.pattern == "datasets[].type"]
     are_texts = any(str(kind).startswith(("completion", "pretrain")) for kind in kinds)
     if are_texts or conversion.is_on("pretraining_dataset"):
         conversion.take(setting, "data.long_documents", "auto", computed="texts are split")
@@ -250,13 +250,13 @@ def trainable(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 def rates(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Train the parameters with a word in their names at rates of their own."""
     groups = setting.value if isinstance(setting.value, list) else []
-    written = [
+    parameter_groups = [
         {"pattern": f".*{re.escape(str(module))}.*", "learning_rate": float(group["lr"])}
         for group in groups
         for module in group.get("modules", [])
     ]
-    if written:
-        conversion.take(setting, "optimizer.groups", written)
+    if parameter_groups:
+        conversion.take(setting, "optimizer.groups", parameter_groups)
     else:
         conversion.drop(setting, "asks for nothing")
 
@@ -273,9 +273,9 @@ def embedding_rate(conversion: Conversion, setting: Setting, rule: Rule) -> None
 
 def batch_size(conversion: Conversion, setting: Setting, rule: Rule, packing: str) -> None:
     """Take the rows of a process and a step, from which Axolotl computes the accumulation."""
-    one = setting._replace(value=1)
+    unit_setting = setting._replace(value=1)
     conversion.settings[setting.key] = setting
-    functions.global_batch_size(conversion, one, rule, micro=setting.key, packing=packing)
+    functions.global_batch_size(conversion, unit_setting, rule, micro=setting.key, packing=packing)
 
 
 def added_tokens(conversion: Conversion, setting: Setting, rule: Rule) -> None:
@@ -291,17 +291,17 @@ def added_tokens(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 def special_tokens(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Add tokens, and accept others that padding and templates do not need."""
     values = setting.value if isinstance(setting.value, dict) else {}
-    if added := values.get("additional_special_tokens"):
-        conversion.take(setting, "model.added_tokens.special", added)
+    if extra_tokens := values.get("additional_special_tokens"):
+        conversion.take(setting, "model.added_tokens.special", extra_tokens)
     if end := values.get("eos_token"):
-        kinds = [str(one.value) for one in conversion.settings.values() if one.pattern == "datasets[].type"]
+        kinds = [str(entry.value) for entry in conversion.settings.values() if entry.pattern == "datasets[].type"]
         has_turns = all(kind.startswith(("chat_template", "sharegpt", "chatml", "llama3")) for kind in kinds)
         if has_turns or end in _USUAL_ENDS:
             conversion.drop(setting, "the end of an answer is found in the template or the tokenizer", differs=True)
         else:
             earlier = conversion.values.pop("model.added_tokens.special", ([], setting))[0]
             conversion.take(setting, "model.added_tokens.special", [*earlier, *({str(end)} - set(earlier))])
-    elif not added:
+    elif not extra_tokens:
         conversion.drop(setting, "padding is not read")
 
 
@@ -325,7 +325,7 @@ def plugins(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         word = next((word for word in _OTHERS if f".{word}" in name), None)
         if word is not None:
             conversion.refuse(setting, f"{name} {_OTHERS[word][0]}", _OTHERS[word][1])
-        elif any(f".{known}" in name for known in _HARMLESS):
+        elif any(f".{harmless_name}" in name for harmless_name in _HARMLESS):
             conversion.drop(setting, f"{name} is about how it is computed, not what")
         else:
             conversion.refuse(setting, f"{name} is code that changes the training")

@@ -148,7 +148,7 @@ def _format_recipe(conversion: Conversion) -> str:
     from trainwright.recipe.yaml_text import to_yaml
 
     head = [f"# From {conversion.file} ({conversion.tool.name}), by trainwright recipe from."]
-    head += [f"# Not here: {where}: {text}" for where, text in map(_format_failure, conversion.failures)]
+    head += [f"# Not here: {location}: {text}" for location, text in map(_format_failure, conversion.failures)]
     lines = [line.replace("\n", " ") for line in head]
     return "\n".join(lines) + "\n" + to_yaml(conversion.recipe().values)
 
@@ -169,7 +169,7 @@ def _report(conversion: Conversion) -> Iterator[str]:
         yield ""
         yield f"{_HEADINGS[status]}:"
         if status in FAILED:
-            yield from (f"  {where}: {text}" for where, text in map(_format_failure, lines))
+            yield from (f"  {location}: {text}" for location, text in map(_format_failure, lines))
             continue
         rows = [(f"  {line.setting.key}{' (default)' * line.setting.is_default}", line.text) for line in lines]
         yield from format_table(rows)
@@ -186,7 +186,7 @@ def _check_folder(folder: Path, options: Options) -> Iterator[str]:
     blocking: Counter[str] = Counter()
     aside: Counter[str] = Counter()
     unreadable: list[str] = []
-    others = 0
+    unknown_files = 0
     for file in sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file()):
         try:
             trees = read(file)
@@ -196,7 +196,7 @@ def _check_folder(folder: Path, options: Options) -> Iterator[str]:
         for tree in trees:
             tool = recognize(tree)
             if tool is None:
-                others += 1
+                unknown_files += 1
                 continue
             conversion = convert(tree, tool, options)
             counts.setdefault(tool.name, Counter())[conversion.kind] += 1
@@ -226,9 +226,9 @@ def _check_folder(folder: Path, options: Options) -> Iterator[str]:
         yield ""
         yield "what blocks the others, by the number of files:"
         yield from format_table([(f"  {count}", cause) for cause, count in blocking.most_common(_MOST_BLOCKING)])
-    if others or unreadable:
+    if unknown_files or unreadable:
         yield ""
-        yield f"{format_plural(others, 'file')} of no known tool, {len(unreadable)} not readable"
+        yield f"{format_plural(unknown_files, 'file')} of no known tool, {len(unreadable)} not readable"
         yield from (f"  {problem.splitlines()[0]}" for problem in unreadable[:_MOST_BLOCKING])
 
 

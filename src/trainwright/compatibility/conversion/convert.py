@@ -127,9 +127,9 @@ def load_table(name: str) -> Table:
     rules: dict[str, Rule] = {}
     of_rows: dict[str, tuple[str, ...]] = {}
     defaults: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
-    for included in document.get("include", []):
-        base = load_table(included["table"])
-        for prefix in included.get("prefixes", [""]):
+    for include in document.get("include", []):
+        base = load_table(include["table"])
+        for prefix in include.get("prefixes", [""]):
             rules |= {prefix + key: _prefix_rule(rule, prefix) for key, rule in base.rules.items()}
             defaults += [(_prefix_keys(when, prefix), _prefix_keys(values, prefix)) for when, values in base.defaults]
         of_rows |= base.of_rows
@@ -138,15 +138,15 @@ def load_table(name: str) -> Table:
     for group in document.get("not_possible", []):
         rule = Rule(refuse=group["reason"], off=tuple(group.get("off", ())), aside=group.get("aside"))
         rules |= dict.fromkeys(group["keys"].split(), rule)
-    rules |= {key: _parse_rule(written) for key, written in document.get("keys", {}).items()}
+    rules |= {key: _parse_rule(entry) for key, entry in document.get("keys", {}).items()}
     for item in document.get("defaults", []):
         whens = item.get("when", {})
         defaults += [(when, item["values"]) for when in (whens if isinstance(whens, list) else [whens])]
-    recognized = tuple(tuple(keys.split()) for keys in document.get("recognized_by", []))
+    recognized_keys = tuple(tuple(keys.split()) for keys in document.get("recognized_by", []))
     for use, patterns in document.get("of_rows", {}).items():
         of_rows[use] = (*of_rows.get(use, ()), *patterns.split())
     ignores_others = document.get("ignores_others", False)
-    return Table(document["name"], document["source"], ignores_others, recognized, rules, tuple(defaults), of_rows)
+    return Table(document["name"], document["source"], ignores_others, recognized_keys, rules, tuple(defaults), of_rows)
 
 
 def read_document(name: str) -> dict[str, Any]:
@@ -301,9 +301,12 @@ class Conversion:
                 if setting.is_default:
                     return
                 if not earlier[1].is_default:
-                    other = f"{earlier[1].key} on line {earlier[1].origin.line}, which means {format_value(earlier[0])}"
+                    earlier_text = (
+                        f"{earlier[1].key} on line {earlier[1].origin.line}, which means {format_value(earlier[0])}"
+                    )
                     self.refuse(
-                        setting, f"means {key}: {format_value(value)}, and contradicts {other}; remove one of the two"
+                        setting,
+                        f"means {key}: {format_value(value)}, and contradicts {earlier_text}; remove one of the two",
                     )
                     return
             if earlier is None or earlier[0] != value or earlier[1].is_default:
@@ -396,7 +399,7 @@ def recognize(tree: Tree) -> Table | None:
     words = {*keys, *(".".join(key.split(".")[:at]) for key in keys for at in range(1, key.count(".") + 1))}
     for name in list_tools():
         candidate = load_table(name)
-        if any(set(required) <= words for required in candidate.recognized_by):
+        if any(set(required_keys) <= words for required_keys in candidate.recognized_by):
             return candidate
     return None
 
@@ -404,25 +407,27 @@ def recognize(tree: Tree) -> Table | None:
 def convert(tree: Tree, tool: Table, options: Options) -> Conversion:
     """Return the conversion of what was read from a file of ``tool``. What is not possible is in its lines."""
     conversion = Conversion(tool, tree.file or Path(str(tree)), options)
-    written = [_rename_setting(setting, tool) for setting in _flatten(tree.values, (), tree, tool)]
+    named_settings = [_rename_setting(setting, tool) for setting in _flatten(tree.values, (), tree, tool)]
     for problem in tree.problems:
         text = problem.message.replace("keep one of the two", "the later one counts, as for the tool")
         conversion.drop(
             Setting(text.partition(":")[0], "", None, problem.origin), text.partition(": ")[2], differs=True
         )
-    conversion.settings = {setting.key: setting for setting in written}
+    conversion.settings = {setting.key: setting for setting in named_settings}
     _add_program(conversion)
     _add_defaults(conversion)
     before, after = (load(f"{_FUNCTIONS}.{name}", "a function of conversions") for name in _AROUND)
     before(conversion)
     _replace_rows(conversion)
-    ignored = {key: setting for setting in conversion.settings.values() for key in _iterate_overruled(setting, tool)}
+    overruling_settings = {
+        key: setting for setting in conversion.settings.values() for key in _iterate_overruled(setting, tool)
+    }
     for setting in list(conversion.settings.values()):
-        other = ignored.get(setting.key)
+        overruling_setting = overruling_settings.get(setting.key)
         if setting.key not in conversion.settings:
             continue  # another key has decided that it has no effect
-        if other is not None:
-            conversion.drop(setting, f"has no effect beside {other.key}")
+        if overruling_setting is not None:
+            conversion.drop(setting, f"has no effect beside {overruling_setting.key}")
             continue
         _apply(conversion, setting, tool.rule(setting.pattern))
     after(conversion)
@@ -441,8 +446,8 @@ def is_text_first(conversion: Conversion) -> bool:
     configuration of its own.
     """
     whose = conversion.value("trainer_arguments")
-    named = [conversion.settings[key] for key in TEXT_FIELDS if key in conversion.settings]
-    return whose == "unsloth" or (whose == "transformers" and not all(setting.is_default for setting in named))
+    text_settings = [conversion.settings[key] for key in TEXT_FIELDS if key in conversion.settings]
+    return whose == "unsloth" or (whose == "transformers" and not all(setting.is_default for setting in text_settings))
 
 
 def _replace_rows(conversion: Conversion) -> None:
@@ -560,12 +565,12 @@ def _compute(conversion: Conversion, setting: Setting, rule: Rule, by: str) -> N
     if isinstance(setting.value, Code) and not by.startswith(_OF_CODE):
         conversion.need_value(setting)
         return
-    computed = [key for key in rule.arguments.values() if isinstance(conversion.value(key), Code)]
-    if computed and not by.startswith(_OF_CODE):
-        if is_absent(conversion.value(computed[0])):
-            conversion.need_value(conversion.settings[computed[0]])
+    code_keys = [key for key in rule.arguments.values() if isinstance(conversion.value(key), Code)]
+    if code_keys and not by.startswith(_OF_CODE):
+        if is_absent(conversion.value(code_keys[0])):
+            conversion.need_value(conversion.settings[code_keys[0]])
             return
-        conversion.need(setting, f"counts with {computed[0]}, which the script computes; pass {computed[0]}=VALUE")
+        conversion.need(setting, f"counts with {code_keys[0]}, which the script computes; pass {code_keys[0]}=VALUE")
         return
     function = load(f"{_FUNCTIONS}.{by}", "a function of conversions")
     try:
@@ -644,7 +649,7 @@ def _add_program(conversion: Conversion) -> None:
 def _add_defaults(conversion: Conversion) -> None:
     """Add what the tool does without a key. Later sets replace earlier ones, and may depend on them."""
     for when, values in conversion.tool.defaults:
-        if all(_is_met(conversion, key, wanted) for key, wanted in when.items()):
+        if all(_is_met(conversion, key, expected_value) for key, expected_value in when.items()):
             for key, value in values.items():
                 present = conversion.settings.get(key)
                 if present is None or present.is_default:
@@ -703,9 +708,9 @@ def _validate(conversion: Conversion) -> None:
         has_others = bool(conversion.failures)
         has_gaps = any(line.status == "needs" for line in conversion.lines)
         for line in str(error).splitlines():
-            where, _, message = line.partition(": ")
+            location, _, message = line.partition(": ")
             if not has_gaps and not (has_others and ": is missing." in message):  # it follows from the others
-                conversion.refuse(Setting("", "", None, Origin(where)), message)
+                conversion.refuse(Setting("", "", None, Origin(location)), message)
 
 
 def find_named_file(conversion: Conversion, setting: Setting) -> Path | None:

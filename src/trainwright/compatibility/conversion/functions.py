@@ -64,10 +64,10 @@ _SIGMOID = ("sigmoid", ["sigmoid"])
 
 def loss_of_pairs(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Take a loss that trainers name alike; sigmoid is the loss of the trainer itself."""
-    own = str(conversion.value(f"{LAUNCHER}.program"))
-    if setting.value in _SIGMOID and own not in ("kto", "orpo"):
-        conversion.take(setting, "dpo.loss", own if own in ("cpo", "simpo") else "dpo")
-    elif setting.value in ("hinge", "ipo") and own not in ("kto", "orpo", "cpo", "simpo"):
+    program = str(conversion.value(f"{LAUNCHER}.program"))
+    if setting.value in _SIGMOID and program not in ("kto", "orpo"):
+        conversion.take(setting, "dpo.loss", program if program in ("cpo", "simpo") else "dpo")
+    elif setting.value in ("hinge", "ipo") and program not in ("kto", "orpo", "cpo", "simpo"):
         conversion.take(setting, "dpo.loss", setting.value)
     else:
         names = ", ".join(("sigmoid", "hinge", "ipo", *rule.values))
@@ -107,13 +107,13 @@ def deepspeed_file(conversion: Conversion, setting: Setting, rule: Rule) -> None
 def fsdp(conversion: Conversion, setting: Setting, rule: Rule, options: str) -> None:
     """Take the options of FSDP of transformers' Trainer and of Axolotl."""
     words = setting.value if isinstance(setting.value, list) else re.split(r"[\s,]+", str(setting.value))
-    written = conversion.value(options)
-    if isinstance(written, str | Code) or not setting.is_on:
-        written = {}
-    keys = {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in (written or {}).items()}
+    option_values = conversion.value(options)
+    if isinstance(option_values, str | Code) or not setting.is_on:
+        option_values = {}
+    keys = {f"fsdp_{str(key).removeprefix('fsdp_')}": value for key, value in (option_values or {}).items()}
     keys = {key: value for key, value in keys.items() if key not in ("fsdp_min_num_params", "fsdp_version")}
-    moved = {"fsdp_transformer_layer_cls_to_wrap", "fsdp_mixed_precision_policy", "fsdp_final_state_dict_type"}
-    keys = {key: value for key, value in keys.items() if key not in moved}
+    moved_keys = {"fsdp_transformer_layer_cls_to_wrap", "fsdp_mixed_precision_policy", "fsdp_final_state_dict_type"}
+    keys = {key: value for key, value in keys.items() if key not in moved_keys}
     if "offload" in words:
         keys["fsdp_offload_params"] = True
     if not setting.is_on or (setting.value is True and not keys):
@@ -126,8 +126,10 @@ def _extract_deepspeed_keys(values: dict[str, Any]) -> dict[str, Any]:
     zero = values.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
     devices = {f"{key}_device": part.get("device") for key, part in zero.items() if isinstance(part, dict)}
-    offloaded = {key: devices[key] for key in ("offload_optimizer_device", "offload_param_device") if devices.get(key)}
-    return {"zero_stage": zero.get("stage", 0), **offloaded}
+    offload_devices = {
+        key: devices[key] for key in ("offload_optimizer_device", "offload_param_device") if devices.get(key)
+    }
+    return {"zero_stage": zero.get("stage", 0), **offload_devices}
 
 
 def _read_stage(path: Path) -> Any:
@@ -212,10 +214,10 @@ def pack_length(conversion: Conversion, setting: Setting, rule: Rule, length: st
 
 def interval(conversion: Conversion, setting: Setting, rule: Rule, strategy: str) -> None:
     """Take an interval in steps, or compute that of a strategy of epochs; both are of no effect on the training."""
-    wanted, key = str(conversion.value(strategy)).lower(), str(rule.to)
-    if wanted in ("no", "false", "none"):
+    strategy_value, key = str(conversion.value(strategy)).lower(), str(rule.to)
+    if strategy_value in ("no", "false", "none"):
         conversion.drop(setting, f"has no effect with {strategy}: no")
-    elif wanted == "epoch":
+    elif strategy_value == "epoch":
         _take_part_of_epoch(conversion, conversion.settings[strategy], key, 1)
     elif setting.value == _AS_SHOWN:
         steps = conversion.value(setting.key.removesuffix("eval_steps") + _AS_SHOWN)
@@ -238,10 +240,10 @@ def per_epoch(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 def _take_part_of_epoch(conversion: Conversion, setting: Setting, key: str, parts: int) -> None:
     rows, batch = conversion.options.rows, conversion.values.get("train.global_batch_size")
     if rows is None or batch is None:
-        where = (
+        fallback = (
             "checkpoints are written by time" if key == "checkpoint.every" else "evaluated before and after training"
         )
-        conversion.drop(setting, f"{where}: pass --rows N, the training rows, for {key} in steps", differs=True)
+        conversion.drop(setting, f"{fallback}: pass --rows N, the training rows, for {key} in steps", differs=True)
         return
     steps = max(1, math.ceil(rows / batch[0]) // parts)
     conversion.take(setting, key, steps, computed=f"{rows:,} rows / {batch[0]} examples / {parts}")
@@ -318,12 +320,12 @@ def observers(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         return
     trackers = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
     ours = [name for name in map(str, trackers) if name in OBSERVERS.names() and name != "tensorboard"]
-    others = [name for name in map(str, trackers) if name not in (*OBSERVERS.names(), "none", "all", "None")]
+    other_trackers = [name for name in map(str, trackers) if name not in (*OBSERVERS.names(), "none", "all", "None")]
     if ours:
         conversion.take(setting, "logging.observers", dict.fromkeys(ours, True))
-    if others:
+    if other_trackers:
         conversion.drop(
-            setting, f"there is no observer {', '.join(others)}; events.jsonl has every figure", differs=True
+            setting, f"there is no observer {', '.join(other_trackers)}; events.jsonl has every figure", differs=True
         )
     elif not ours and not setting.is_default:
         conversion.drop(setting, "curves for TensorBoard are written in any case")
@@ -415,14 +417,14 @@ def early_stopping(conversion: Conversion, setting: Setting, rule: Rule) -> None
 
 def best_metric(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Take the validation set whose loss is named, as eval_NAME_loss, for the best checkpoint."""
-    named = re.fullmatch(r"(?:eval_)?(.+)_loss", str(setting.value))
-    if named is None and conversion.is_on("early_stopping_steps"):
+    match = re.fullmatch(r"(?:eval_)?(.+)_loss", str(setting.value))
+    if match is None and conversion.is_on("early_stopping_steps"):
         conversion.refuse(setting, f"stops by {setting.value}; the loss of all sets or of one, eval_NAME_loss, is")
-    elif named is None:
+    elif match is None:
         why = f"the checkpoint with the lowest validation loss is kept, not the best by {format_value(setting.value)}"
         conversion.drop(setting, why, differs=True)
     else:
-        conversion.take(setting, "evaluate.main_set", named[1])
+        conversion.take(setting, "evaluate.main_set", match[1])
 
 
 def adapter_type(conversion: Conversion, setting: Setting, rule: Rule) -> None:
@@ -441,8 +443,8 @@ def chat_template(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     elif "{" in str(setting.value) or str(setting.value).endswith((".jinja", ".jinja2")):
         conversion.take(setting, "model.chat_template", setting.value)
     else:
-        own = "the template of the model's tokenizer is used, which has to be that of this name"
-        conversion.drop(setting, own, differs=True)
+        reason = "the template of the model's tokenizer is used, which has to be that of this name"
+        conversion.drop(setting, reason, differs=True)
 
 
 def model_name(conversion: Conversion, setting: Setting, rule: Rule, revision: str) -> None:

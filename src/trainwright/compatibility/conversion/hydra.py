@@ -85,9 +85,9 @@ class _Composer:
         for group, name, is_override in self._list_defaults(file):
             option = self.chosen.get(self._key(group, file, package), name) if group else name
             for choice in option if isinstance(option, list) else [option]:
-                included = self._file(group, choice, file) if choice and not is_override and depth < _DEEPEST else None
-                if included is not None and choice != "_self_":
-                    self._find_overrides(included, self._join_package(group, package), depth + 1)
+                path = self._file(group, choice, file) if choice and not is_override and depth < _DEEPEST else None
+                if path is not None and choice != "_self_":
+                    self._find_overrides(path, self._join_package(group, package), depth + 1)
 
     def _key(self, group: str, file: Path, package: str) -> str:
         """Return a group by its folder from the root, and by its package if that is another: `data/sets@data.train`."""
@@ -124,8 +124,8 @@ class _Composer:
         if depth > _DEEPEST:
             raise RequestError(f"{file}: defaults are nested more than {_DEEPEST} deep")
         text = read_text(file)
-        own = parse_mapping(text, str(file))
-        own.values.pop("defaults", None)
+        config = parse_mapping(text, str(file))
+        config.values.pop("defaults", None)
         package = self._parse_package(text, package)
         defaults = [item for item in self._list_defaults(file) if not item[2]]
         if ("", "_self_", False) not in defaults:
@@ -134,23 +134,25 @@ class _Composer:
             option = self.chosen.get(self._key(group, file, package), name) if group else name
             if option == "_self_":
                 prefix: KeyPath = tuple(package.split(".")) if package else ()
-                _merge(tree, _nest_value(package, own.values), {prefix + key: at for key, at in own.origins.items()})
+                _merge(
+                    tree, _nest_value(package, config.values), {prefix + key: at for key, at in config.origins.items()}
+                )
                 continue
             for choice in option if isinstance(option, list) else [option]:
                 if choice in (None, "null"):
                     continue
-                included = self._file(group, choice, file)
-                if included is None:
+                path = self._file(group, choice, file)
+                if path is None:
                     raise RequestError(f"{file}: defaults: there is no {group or '.'}/{choice}.yaml in {self.root}")
-                self._add(tree, included, self._join_package(group, package), depth + 1)
+                self._add(tree, path, self._join_package(group, package), depth + 1)
 
     @staticmethod
     def _join_package(group: str, package: str) -> str:
-        folder, at, own = group.partition("@")
+        folder, at, target_package = group.partition("@")
         if at:
-            absolute = folder.startswith("/") or own.startswith("_global_")
-            own = own.removeprefix("_global_").lstrip(".")
-            return own if absolute or not package else f"{package}.{own}"
+            absolute = folder.startswith("/") or target_package.startswith("_global_")
+            target_package = target_package.removeprefix("_global_").lstrip(".")
+            return target_package if absolute or not package else f"{package}.{target_package}"
         name = folder.strip("/").replace("/", ".")
         return ".".join(filter(None, ("" if folder.startswith("/") else package, name)))
 

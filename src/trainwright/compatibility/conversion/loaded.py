@@ -39,7 +39,7 @@ def add_imported_functions(module: ast.Module, path: Path, parse: Callable[[Path
             continue
         names = {alias.name for alias in node.names}
         with suppress(RequestError):  # what is not readable says nothing
-            functions = [one for one in parse(file).body if isinstance(one, ast.FunctionDef) and one.name in names]
+            functions = [item for item in parse(file).body if isinstance(item, ast.FunctionDef) and item.name in names]
             module.body += [function for function in functions if _is_loader(function)]
     return module
 
@@ -99,8 +99,8 @@ class _Replaced(ast.NodeTransformer):
         name = None if path is None else self._value(path)
         file = self._find(name) if type(name) is str else None
         if file is None and path is not None and ast.unparse(node.func) in _OF_SETTINGS:
-            shown = name if type(name) is str else ast.unparse(self._follow(path))
-            return ast.Call(ast.Name(ABSENT, ast.Load()), [ast.Constant(shown)], [])
+            text = name if type(name) is str else ast.unparse(self._follow(path))
+            return ast.Call(ast.Name(ABSENT, ast.Load()), [ast.Constant(text)], [])
         if file is None or file.suffix not in (".yaml", ".yml", ".json"):
             return None
         try:
@@ -123,8 +123,8 @@ class _Replaced(ast.NodeTransformer):
             match node:
                 case ast.Assign(targets=[ast.Name(id=name) as target], value=value):
                     path = self._find_rows_path(value)
-                    others = [other for other in names[name] if other is not target]
-                    if path is not None and all(_is_look(other, above) for other in others):
+                    uses = [use for use in names[name] if use is not target]
+                    if path is not None and all(_is_look(use, above) for use in uses):
                         yield name, path
 
     def _find_rows_path(self, node: ast.expr) -> ast.expr | None:
@@ -192,13 +192,13 @@ def _is_row_loader(function: ast.FunctionDef, files: dict[int, ast.expr]) -> boo
     loads = [call for call in calls if ast.unparse(call.func) in ("json.load", "json.loads")]
     results = [node for node in ast.walk(function) if isinstance(node, ast.Return)]
     paths = [path for node in ast.walk(function) if (path := files.get(id(node))) is not None]
-    allowed = re.compile(r"json\.loads?|open|\w+\.(?:open|append|strip|rstrip|readlines)|print")
+    allowed_calls = re.compile(r"json\.loads?|open|\w+\.(?:open|append|strip|rstrip|readlines)|print")
     return (
         len(function.args.args) == len(loads) == len(results) == 1
         and (_is_line_of_json(loads[0]) or ast.unparse(loads[0].func) == "json.load")
         and bool(paths)
         and all(isinstance(path, ast.Name) and path.id == function.args.args[0].arg for path in paths)
-        and all(allowed.fullmatch(ast.unparse(call.func)) for call in calls)
+        and all(allowed_calls.fullmatch(ast.unparse(call.func)) for call in calls)
         and not any(isinstance(node, ast.Subscript | ast.Dict | ast.Compare | ast.Break) for node in ast.walk(function))
     )
 

@@ -33,10 +33,10 @@ def read(path: Path, overrides: Sequence[str] = ()) -> list[Tree]:
     if path.suffix == ".json":
         trees = [parse_mapping(text, str(path))]
     elif path.suffix in (".ipynb", ".py"):
-        written = dict(_parse_assignment(override) for override in overrides)
-        tree, documented = build_tree(text, path, written)
-        trees = [tree] if documented is None else list_commands(documented, path)
-        overrides = [override for override in overrides if override.partition("=")[0] in written]
+        options = dict(_parse_assignment(override) for override in overrides)
+        tree, docstring = build_tree(text, path, options)
+        trees = [tree] if docstring is None else list_commands(docstring, path)
+        overrides = [override for override in overrides if override.partition("=")[0] in options]
     elif path.suffix in (".yaml", ".yml"):
         trees = [parse_mapping(text, str(path))]
     elif path.suffix == ".md":
@@ -59,10 +59,10 @@ def _set_overrides(tree: Tree, overrides: Sequence[str]) -> None:
 
 def _parse_assignment(override: str) -> tuple[str, Any]:
     """Return the key and the value of KEY=VALUE."""
-    key, equals, written = override.partition("=")
+    key, equals, text = override.partition("=")
     if not equals:
         raise RequestError(f"{override}: expected KEY=VALUE, a key of the file's tool")
-    return key, parse_value(written, f"argument {override!r}", ())[0]
+    return key, parse_value(text, f"argument {override!r}", ())[0]
 
 
 def _read_blocks(text: str, path: Path, overrides: Sequence[str]) -> list[Tree]:

@@ -121,7 +121,7 @@ def build_tree(text: str, path: Path, options: dict[str, Any]) -> tuple[Tree, st
         for inner in ast.walk(node.value)
     }
     for node, branch in _list_dead_branches(module):
-        calls = sorted({name for part in branch for one in ast.walk(part) if (name := _find_known_name(one))})
+        calls = sorted({name for part in branch for child in ast.walk(part) if (name := _find_known_name(child))})
         if calls and not _list_loaded_rows(branch) and not isinstance(node.test, ast.Constant):
             why = (
                 f"{format_value(ast.unparse(node.test))} is {bool(branch is node.orelse)} by default: no "
@@ -131,8 +131,10 @@ def build_tree(text: str, path: Path, options: dict[str, Any]) -> tuple[Tree, st
     for name, call in list_calls(module):
         top = _OF_TRAINERS.fullmatch(name) is not None
         arguments: dict[str, Any] = {}
-        named = [ast.keyword(place, value) for place, value in zip(_look_up_places(name), call.args, strict=False)]
-        words = [*call.keywords, *named]
+        named_words = [
+            ast.keyword(parameter, value) for parameter, value in zip(_look_up_places(name), call.args, strict=False)
+        ]
+        words = [*call.keywords, *named_words]
         for word in words:
             value = constants.value(word.value)
             if word.arg is not None:
@@ -144,7 +146,9 @@ def build_tree(text: str, path: Path, options: dict[str, Any]) -> tuple[Tree, st
                 put(tree, "computed_arguments", unknown, Origin(str(path), call.lineno))
             if word.arg in ("eval_dataset", "data_collator"):
                 arguments[word.arg] = Code(ast.unparse(constants.find_expression(word.value)))
-        arguments |= {f"argument_{at}": constants.value(call.args[at]) for at in range(len(named), len(call.args))}
+        arguments |= {
+            f"argument_{at}": constants.value(call.args[at]) for at in range(len(named_words), len(call.args))
+        }
         if name in _WITH_REFERENCE and "ref_model" in arguments:
             arguments["ref_model"] = models.reference(call)
         elif name in _MODELS and models.find_owner(call) is not None:
@@ -301,18 +305,18 @@ def _list_dead_branches(module: ast.Module) -> list[tuple[ast.If, list[ast.stmt]
 
 def _list_loaded_rows(statements: Sequence[ast.stmt]) -> list[tuple[str, str]]:
     """Return the names that statements give to rows they load, each with what they load; none if they do more."""
-    loaded: list[tuple[str, str]] = []
+    row_sources: list[tuple[str, str]] = []
     for statement in statements:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if _find_call_name(call) in _LOADS:
                 words = {word.arg: word.value for word in call.keywords}
                 source = words.get("data_files", words.get("path", call.args[0] if call.args else call))
-                loaded.append((name, ast.unparse(source)))
+                row_sources.append((name, ast.unparse(source)))
             case ast.Expr(value=ast.Call()):  # as print and logger.info
                 pass
             case _:
                 return []
-    return loaded
+    return row_sources
 
 
 def _find_known_name(node: ast.AST) -> str | None:
@@ -356,9 +360,9 @@ class _Constants:
         self._returned = dict(_iterate_returned(module))
         parameters = dict(_iterate_parameters(module))
         calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]
-        called = {_find_last_name(call.func) for call in calls}
+        called_names = {_find_last_name(call.func) for call in calls}
         for node in ast.walk(module):
-            is_called = isinstance(node, ast.FunctionDef) and node.name in called
+            is_called = isinstance(node, ast.FunctionDef) and node.name in called_names
             for name, value in _iterate_bindings(node):
                 if value is None and is_called and name != "self":
                     continue  # what its calls pass
@@ -390,7 +394,9 @@ class _Constants:
             case ast.JoinedStr(values=parts):
                 texts = [self.value(part.value if isinstance(part, ast.FormattedValue) else part) for part in parts]
                 return (
-                    Code(ast.unparse(node)) if any(isinstance(one, Code) for one in texts) else "".join(map(str, texts))
+                    Code(ast.unparse(node))
+                    if any(isinstance(text, Code) for text in texts)
+                    else "".join(map(str, texts))
                 )
             case ast.Call(func=ast.Name(id="str" | "int" | "float" | "Path" as kind), args=[inner], keywords=[]):
                 return self._convert_value(kind, inner, node)
@@ -446,7 +452,7 @@ class _Constants:
         if name not in self._values:
             self._following.append(name)
             try:
-                self._values[name] = [self.value(one) for one in nodes if one is not None]
+                self._values[name] = [self.value(candidate) for candidate in nodes if candidate is not None]
             finally:
                 self._following.remove(name)
         values = self._values[name]
@@ -478,9 +484,9 @@ class _Constants:
 
     @staticmethod
     def _computed(left: Any, operator: ast.operator, right: Any, node: ast.AST) -> Any:
-        numbers = all(isinstance(one, int | float) and abs(one) < _LARGEST_NUMBER for one in (left, right))
+        numbers = all(isinstance(side, int | float) and abs(side) < _LARGEST_NUMBER for side in (left, right))
         texts = all(
-            isinstance(one, str) and not isinstance(one, Code) and len(one) < _LONGEST_TEXT for one in (left, right)
+            isinstance(side, str) and not isinstance(side, Code) and len(side) < _LONGEST_TEXT for side in (left, right)
         )
         match operator:
             case ast.Add() if numbers or texts:
@@ -522,12 +528,12 @@ class _Models:
             if name and id(value) not in results:
                 self._set.setdefault(name, []).append(value)
         models = [node for _, call in trainers if (node := _find_argument(call, 0, "model"))]
-        compared = [
+        reference_models = [
             node
             for name, call in trainers
             if name in _WITH_REFERENCE and (node := _find_argument(call, 1, "ref_model"))
         ]
-        self._compared = self._find_loads(compared)
+        self._compared = self._find_loads(reference_models)
         self._trained = self._find_loads(models) or self._loads.keys() - self._compared
         self.trained = self._names(models, self._trained)
 
@@ -540,7 +546,7 @@ class _Models:
         """Return the model that a trainer compares with; None if there is none, or the one that is trained."""
         node = _find_argument(trainer, 1, "ref_model")
         if node is None or all(
-            self._constants.value(one) is None for one in self._set.get(_find_last_name(node), [node])
+            self._constants.value(item) is None for item in self._set.get(_find_last_name(node), [node])
         ):
             return None
         names = self._names([node], self._find_loads([node]))
@@ -548,28 +554,28 @@ class _Models:
 
     def _find_loads(self, nodes: Sequence[ast.expr]) -> set[int]:
         """Return the loads, by their ids, of which expressions are made."""
-        left, seen, loads = list(nodes), set[str](), set[int]()
-        walked: set[int] = set()
-        while left:
-            expression = left.pop()
-            if id(expression) in walked:
+        stack, seen_names, loads = list(nodes), set[str](), set[int]()
+        visited_ids: set[int] = set()
+        while stack:
+            expression = stack.pop()
+            if id(expression) in visited_ids:
                 continue  # several names are set to it
-            walked.add(id(expression))
+            visited_ids.add(id(expression))
             for node in ast.walk(expression):
                 if id(node) in self._loads:
                     loads.add(id(node))
                 name = _find_last_name(node)
-                if name and name not in seen:
-                    seen.add(name)
-                    left += self._set.get(name, [])
+                if name and name not in seen_names:
+                    seen_names.add(name)
+                    stack += self._set.get(name, [])
         return loads
 
     def _names(self, nodes: Sequence[ast.expr], loads: Iterable[int]) -> set[str]:
         """Return the names of models: those that are given as texts, and those that are loaded."""
         texts = [value for node in nodes if isinstance(value := self._constants.value(node), str)]
-        loaded = [_find_argument(self._loads[load], 0, *_NAMES_OF_MODELS) for load in loads]
+        arguments = [_find_argument(self._loads[load], 0, *_NAMES_OF_MODELS) for load in loads]
         names = [value for value in texts if not isinstance(value, Code)]
-        return {*names, *(str(self._constants.value(node)) for node in loaded if node is not None)}
+        return {*names, *(str(self._constants.value(node)) for node in arguments if node is not None)}
 
 
 def _iterate_assignments(module: ast.Module, off: set[int]) -> Iterator[tuple[str, ast.expr]]:
@@ -583,8 +589,8 @@ def _iterate_assignments(module: ast.Module, off: set[int]) -> Iterator[tuple[st
             case ast.AnnAssign(target=target, value=ast.expr() as value):
                 yield _find_last_name(target), value
             case ast.Call():
-                passed = _iterate_passed(node, parameters.get(_find_last_name(node.func), []))
-                yield from ((name.lstrip("."), value) for name, value in passed if value is not None)
+                arguments = _iterate_passed(node, parameters.get(_find_last_name(node.func), []))
+                yield from ((name.lstrip("."), value) for name, value in arguments if value is not None)
 
 
 def _find_argument(call: ast.Call, at: int, *names: str) -> ast.expr | None:
@@ -608,7 +614,7 @@ def _iterate_returned(module: ast.Module) -> Iterator[tuple[str, ast.expr]]:
     functions = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
     for function in functions:
         results = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
-        if len(results) == 1 and results[0] is not None and sum(one.name == function.name for one in functions) == 1:
+        if len(results) == 1 and results[0] is not None and sum(item.name == function.name for item in functions) == 1:
             yield function.name, results[0]
 
 
@@ -616,7 +622,7 @@ def _iterate_passed(call: ast.Call, parameters: list[str]) -> Iterator[tuple[str
     """Yield what a call of the script's own functions and classes passes; with values that are unpacked, anything."""
     if not parameters:
         return
-    if any(word.arg is None for word in call.keywords) or any(isinstance(one, ast.Starred) for one in call.args):
+    if any(word.arg is None for word in call.keywords) or any(isinstance(value, ast.Starred) for value in call.args):
         yield from ((name, None) for name in parameters)
         return
     yield from zip(parameters, call.args, strict=False)

@@ -132,22 +132,22 @@ class _Script:
 
     def _end(self, kind: _End) -> int | None:
         """Return the next line that ends what is begun."""
-        places = self._ends.get(kind, [])
-        position = bisect_left(places, self._at)
-        return places[position] if position < len(places) else None
+        line_numbers = self._ends.get(kind, [])
+        position = bisect_left(line_numbers, self._at)
+        return line_numbers[position] if position < len(line_numbers) else None
 
     def _keep_document(self, line: str) -> bool:
         """Keep the here-document that a line writes to a file; otherwise note which of those kept it changes."""
-        here, file = _HERE.search(line), _WRITTEN.search(line)
+        heredoc, file = _HERE.search(line), _WRITTEN.search(line)
         name = normpath(file[2].strip("\"'")) if file else ""
-        if here and file and (last := self._end((here[3], bool(here[2]), bool(here[1])))) is not None:
+        if heredoc and file and (last := self._end((heredoc[3], bool(heredoc[2]), bool(heredoc[1])))) is not None:
             lines = self._lines[self._at : last]
-            if here[1]:
-                joins = [False, *(not here[2] and _CONTINUES.search(line) is not None for line in lines)]
+            if heredoc[1]:
+                joins = [False, *(not heredoc[2] and _CONTINUES.search(line) is not None for line in lines)]
                 lines = [line if joined else line.lstrip("\t") for line, joined in zip(lines, joins, strict=False)]
             # Keeps the numbers of lines, up to those that are joined.
             body = "\n" * self._at + "\n".join(lines)
-            body = body if here[2] else _expand_document(body, self._variables)
+            body = body if heredoc[2] else _expand_document(body, self._variables)
             is_whole = ">>" not in file[1] and "-a" not in file[1] and name not in self._unread
             self.documents[name] = body if is_whole else None
             self._unread.add(name)
@@ -218,10 +218,10 @@ def _read_options(
     words: list[str], path: Path, line: int, overrides: Sequence[str], documents: Mapping[str, str | None]
 ) -> Tree | None:
     """Return the options of a command that starts a training; None if it does not."""
-    places = _find_launcher_and_program(words)
-    if places is None:
+    positions = _find_launcher_and_program(words)
+    if positions is None:
         return None
-    starts, program = places
+    starts, program = positions
     if words[program].endswith("tune") and words[program + 1 : program + 2] == ["run"]:
         starts, program = program + 1, _find_torchtune_recipe(words, program + 2)
     launcher = dict(_iterate_pairs(words[starts + 1 : program]))
@@ -232,9 +232,9 @@ def _read_options(
     origin = Origin(str(path), line)
     files = [str(arguments.pop(name)) for name in _FILES if name in arguments]
     files += _select_files(words[program:], documents)[:1]
-    others = [str(value) for value in (*launcher.values(), *arguments.values())]
-    if written := [file for file in others if normpath(file) in documents]:
-        raise RequestError(f"{path}:{line}: {written[0]} is written by the script; write it to a file beside it")
+    option_texts = [str(value) for value in (*launcher.values(), *arguments.values())]
+    if written_files := [file for file in option_texts if normpath(file) in documents]:
+        raise RequestError(f"{path}:{line}: {written_files[0]} is written by the script; write it to a file beside it")
     # Hydra's: --config_name is an option of transformers' scripts.
     if any(word.startswith("--config-name") for word in words):
         tree = _compose_configuration(str(arguments["config_name"]), words[program + 1 :], path, line, overrides)
@@ -246,8 +246,8 @@ def _read_options(
         put(tree, name.removeprefix("no_") if off else name, False if off else value, origin)
     kind = next((word for word in words[program + 1 :][:1] if word in _WORDS), None)
     script = re.sub(r"\.py$", "", words[program].rpartition("/")[2])
-    named = kind or next((word for word in re.split(r"\W|_", script) if word in _LOSSES), script)
-    put(tree, f"{LAUNCHER}.program", named, origin)
+    program_name = kind or next((word for word in re.split(r"\W|_", script) if word in _LOSSES), script)
+    put(tree, f"{LAUNCHER}.program", program_name, origin)
     for name, value in launcher.items():
         put(tree, f"{LAUNCHER}.{name}", value, origin)
     return tree if arguments or files or len(tree.values) > 1 else None
@@ -307,18 +307,18 @@ def _compose_configuration(name: str, words: Sequence[str], path: Path, line: in
     primary = find_file_near(f"configs/{name.removesuffix('.yaml')}.yaml", path)
     if primary is None:
         raise RequestError(f"{path}:{line}: configs/{name}, which the command reads, is not here")
-    written: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for word in (*words, *overrides):
         key, equals, value = word.partition("=")
         if equals and re.fullmatch(r"[\w.+/@][\w.+/@-]*", key):
-            written[key] = value
+            texts[key] = value
     root = primary.parent.absolute()
-    chosen = {key: text for key, text in written.items() if "$" in text and (root / key.lstrip("+")).is_dir()}
-    decided = [f"{key}={_OF_SHELL.sub(_FOR_HYDRA, text)}" for key, text in written.items() if key not in chosen]
-    tree = compose_configuration(primary, root, decided)
+    choices = {key: text for key, text in texts.items() if "$" in text and (root / key.lstrip("+")).is_dir()}
+    hydra_overrides = [f"{key}={_OF_SHELL.sub(_FOR_HYDRA, text)}" for key, text in texts.items() if key not in choices]
+    tree = compose_configuration(primary, root, hydra_overrides)
     tree.file = path
     put(tree, f"{LAUNCHER}.composed", True, Origin(str(path), line))  # the overrides are in it
-    for key, text in chosen.items():
+    for key, text in choices.items():
         put(tree, f"{LAUNCHER}.choice_{key.lstrip('+')}", _OF_SHELL.sub(_FOR_HYDRA, text), Origin(str(path), line))
     return tree
 
@@ -349,7 +349,7 @@ def _iterate_pairs(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
             if not values
             else _parse_value(values[0])
             if len(values) == 1
-            else [_parse_value(one) for one in values],
+            else [_parse_value(text) for text in values],
         )
 
 

@@ -26,13 +26,17 @@ def set_sources(conversion: Conversion) -> None:
     """Set the sections' sources from the items that keys have described, and check what depends on them."""
     for use, items in conversion.sources.items():
         items = dict(_iterate_parts(items))
-        named = [item for item in items.values() if item.get("source") or item.get("files") or item.get("directory")]
-        if not named:
+        source_items = [
+            item for item in items.values() if item.get("source") or item.get("files") or item.get("directory")
+        ]
+        if not source_items:
             continue
-        sources = [source for item in named if (source := _build_source(conversion, item, use)) is not None]
-        setting = named[0]["setting"]
+        sources = [source for item in source_items if (source := _build_source(conversion, item, use)) is not None]
+        setting = source_items[0]["setting"]
         if use == "validation" and len(sources) > 1:
-            _set_several(conversion, setting, [str(key) for key, item in items.items() if item in named], sources)
+            _set_several(
+                conversion, setting, [str(key) for key, item in items.items() if item in source_items], sources
+            )
             continue
         if use != "train" or len(sources) == 1:
             if len(sources) > 1:
@@ -159,9 +163,9 @@ def llamafactory_datasets(
     names = setting.value if isinstance(setting.value, list) else str(setting.value).split(",")
     directory = str(conversion.value(folder) or "data")
     file = find_file_near(str(Path(directory) / "dataset_info.json"), conversion.file)
-    own = read_document("llamafactory")["data_sets"]
+    builtin_infos = read_document("llamafactory")["data_sets"]
     try:
-        infos = read_json(file) if file is not None else own
+        infos = read_json(file) if file is not None else builtin_infos
     except RequestError as error:
         conversion.refuse(setting, str(error))
         return
@@ -169,8 +173,8 @@ def llamafactory_datasets(
         is_online = directory == "ONLINE" or (file is None and "/" in name and conversion.is_on("messages"))
         info = _build_hub_dataset(conversion, name) if is_online else infos.get(name)
         if info is None:
-            where = "dataset_info.json is not here" if file is None else f"{file} does not have it"
-            conversion.need(setting, f"{name}: {where}; run the command beside it, or pass {folder}=DIRECTORY")
+            cause = "dataset_info.json is not here" if file is None else f"{file} does not have it"
+            conversion.need(setting, f"{name}: {cause}; run the command beside it, or pass {folder}=DIRECTORY")
             continue
         item = conversion.sources.setdefault(use, {}).setdefault(name, {"setting": setting})
         _fill_llamafactory_item(conversion, setting, item, info, file.parent if file is not None else Path(directory))
@@ -237,8 +241,8 @@ def mixer(conversion: Conversion, setting: Setting, rule: Rule, splits: str, con
     if not isinstance(setting.value, dict):
         conversion.refuse(setting, "is not a mapping of data sets to parts of them")
         return
-    written = conversion.value(configs)
-    names = written if isinstance(written, list) and len(written) == len(setting.value) else [None] * len(setting.value)
+    subsets = conversion.value(configs)
+    names = subsets if isinstance(subsets, list) and len(subsets) == len(setting.value) else [None] * len(setting.value)
     for (name, part), config in zip(setting.value.items(), names, strict=True):
         for use, split in (("train", split_names[0]), ("validation", split_names[1] if len(split_names) > 1 else None)):
             if split is not None:
@@ -336,8 +340,8 @@ def torchtune_dataset(conversion: Conversion, setting: Setting, rule: Rule) -> N
     if source is not None:
         item.setdefault("source", source)
     if use == "train":
-        written = conversion.value(setting.key.removesuffix("_component_") + "train_on_input")
-        on_input = written if written is not None else kind == "alpaca"
+        train_on_input = conversion.value(setting.key.removesuffix("_component_") + "train_on_input")
+        on_input = train_on_input if train_on_input is not None else kind == "alpaca"
         if kind != "text" and "preference" not in name and kind != "preference":
             conversion.take(setting, "data.targets", "all" if on_input else "answers")
     if replaced:

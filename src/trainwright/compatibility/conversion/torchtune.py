@@ -45,12 +45,12 @@ def tokenizer(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 def prompt_template(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Take the template that is named."""
     name = str(setting.value).rpartition(".")[2].lower()
-    named = {"chatmltemplate": "chatml", "llama2chattemplate": "llama2", "mistralchattemplate": "mistral"}
-    named |= {name.replace("template", "format"): ours for name, ours in named.items()}  # before torchtune 0.2
+    templates = {"chatmltemplate": "chatml", "llama2chattemplate": "llama2", "mistralchattemplate": "mistral"}
+    templates |= {name.replace("template", "format"): ours for name, ours in templates.items()}  # before torchtune 0.2
     if not setting.is_on:
         conversion.drop(setting, "asks for nothing")
-    elif name in named:
-        conversion.take(setting, "model.chat_template", named[name])
+    elif name in templates:
+        conversion.take(setting, "model.chat_template", templates[name])
     else:
         conversion.refuse(setting, "writes marks of its own around the turns")
 
@@ -83,7 +83,9 @@ def max_length(conversion: Conversion, setting: Setting, rule: Rule, rows: str, 
 def _find_packing_key(conversion: Conversion) -> str:
     """Return the key that asks for packs, or ""."""
     keys = ("dataset.packed", "dataset[].packed")
-    return next((one.key for one in conversion.settings.values() if one.pattern in keys and one.is_on), "")
+    return next(
+        (setting.key for setting in conversion.settings.values() if setting.pattern in keys and setting.is_on), ""
+    )
 
 
 def global_batch_size(conversion: Conversion, setting: Setting, rule: Rule, micro: str, **sharing: str) -> None:

@@ -91,7 +91,7 @@ def _find_length(conversion: Conversion) -> Setting | None:
         return trainer or settings.get("max_length")
     is_longer = (
         trainer is not None
-        and all(isinstance(one.value, int) for one in (model, trainer))
+        and all(isinstance(setting.value, int) for setting in (model, trainer))
         and trainer.value > model.value
     )
     return model if trainer is None or is_longer else trainer
@@ -232,15 +232,15 @@ def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 
 def selection(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Take the first rows, or a range of them."""
-    chosen = re.fullmatch(r"range\((?:(\d+), )?(\d+)\)", str(setting.value))
+    match = re.fullmatch(r"range\((?:(\d+), )?(\d+)\)", str(setting.value))
     if re.fullmatch(r"range\([A-Za-z_][\w.]*\)", str(setting.value)):
         conversion.need(setting, f"the script computes how many: {setting.value}; pass {setting.key}='range(N)'")
-    elif chosen is None:
+    elif match is None:
         conversion.refuse(setting, "chooses rows by what the script computes")
-    elif chosen[1] in (None, "0"):
-        conversion.take(setting, "@train.limit", int(chosen[2]), "the first rows of the file, not of shuffled ones")
+    elif match[1] in (None, "0"):
+        conversion.take(setting, "@train.limit", int(match[2]), "the first rows of the file, not of shuffled ones")
     else:
-        conversion.refuse(setting, f"chooses rows; end the source with [{chosen[1]}:{chosen[2]}]")
+        conversion.refuse(setting, f"chooses rows; end the source with [{match[1]}:{match[2]}]")
 
 
 # Methods that change no more than what training adds or leaves out by itself, of rendered turns and of texts.
@@ -319,10 +319,10 @@ def find_row_settings(module: ast.Module) -> dict[str, Any]:
             )
             row[_read_constant(new)] = row[_read_constant(old)]
         elif name == "rename_columns":
-            written = _find_argument(call, "column_mapping")
-            if not isinstance(written, ast.Dict) or None in written.keys:
-                raise Unclear(ast.unparse(written))
-            names = zip(filter(None, written.keys), written.values, strict=True)
+            mapping = _find_argument(call, "column_mapping")
+            if not isinstance(mapping, ast.Dict) or None in mapping.keys:
+                raise Unclear(ast.unparse(mapping))
+            names = zip(filter(None, mapping.keys), mapping.values, strict=True)
             row.update({_read_constant(new): row[_read_constant(old)] for old, new in names})
         for word in call.keywords:
             if word.arg == "dataset_text_field" and isinstance(word.value, ast.Constant):
@@ -518,16 +518,16 @@ class _Function:
         if isinstance(function, ast.Lambda) and function.args.args:
             self._names[function.args.args[0].arg] = self._row
             return self._value(function.body)
-        written = [
+        definitions = [
             node
             for node in ast.walk(self._module)
             if isinstance(node, ast.FunctionDef) and isinstance(function, ast.Name) and node.name == function.id
         ]
-        if len(written) != 1 or not written[0].args.args:
+        if len(definitions) != 1 or not definitions[0].args.args:
             raise Unclear(ast.unparse(function))
-        first, *others = written[0].args.args
-        self._names = {first.arg: self._row, **{other.arg: _TokenizerValue() for other in others}}
-        return self._run(written[0].body)
+        first, *extra_arguments = definitions[0].args.args
+        self._names = {first.arg: self._row, **{argument.arg: _TokenizerValue() for argument in extra_arguments}}
+        return self._run(definitions[0].body)
 
     def _run(self, body: Iterable[ast.stmt]) -> Any:
         for statement in body:
@@ -538,10 +538,10 @@ class _Function:
                     self._names[name] = self._value(value)
                 case ast.AugAssign(target=ast.Name(id=name), op=ast.Add(), value=value) if name not in self._outside:
                     self._names[name] = _concatenate_texts(self._names.get(name), self._value(value))
-                case ast.For(target=ast.Name(id=name), iter=iterated) if appended := _find_appended_list(
+                case ast.For(target=ast.Name(id=name), iter=iterated) if list_name := _find_appended_list(
                     statement, name
                 ):
-                    self._names[appended] = self._turns(statement.body, self._value(iterated))
+                    self._names[list_name] = self._turns(statement.body, self._value(iterated))
                 case ast.For(target=target, iter=iterated, body=inner, orelse=[]):
                     self._outside = frozenset(self._names)
                     self._bind(target, self._value(iterated))
@@ -562,8 +562,8 @@ class _Function:
         """Return the column whose turns are written again with the roles that they are read with in any case."""
         nodes = [node for part in written for node in ast.walk(part)]
         words = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-        others = (ast.Pass, ast.Continue, ast.Break, ast.BinOp, ast.JoinedStr, ast.Dict)
-        is_more = sum(isinstance(node, others) for node in nodes) > sum(_is_turn(node, None) for node in nodes)
+        other_types = (ast.Pass, ast.Continue, ast.Break, ast.BinOp, ast.JoinedStr, ast.Dict)
+        is_more = sum(isinstance(node, other_types) for node in nodes) > sum(_is_turn(node, None) for node in nodes)
         if is_more or not words <= _WORDS_OF_TURNS or not isinstance(column, ColumnValue):
             raise Unclear(ast.unparse(written[0]).partition("\n")[0])
         return column
@@ -573,10 +573,10 @@ class _Function:
         values = value if isinstance(value, tuple) and not isinstance(value, ColumnValue) else (value,)
         if len(names) != len(values):
             raise Unclear(ast.unparse(target))
-        for name, one in zip(names, values, strict=True):
+        for name, item in zip(names, values, strict=True):
             if not isinstance(name, ast.Name):
                 raise Unclear(ast.unparse(target))
-            self._names[name.id] = one
+            self._names[name.id] = item
 
     def _value(self, node: ast.expr) -> Any:
         match node:
@@ -670,9 +670,9 @@ class _Function:
 
     def _functions(self) -> dict[str, ast.FunctionDef]:
         """Return the functions of the script by their names, without those that it defines twice."""
-        found = [node for node in ast.walk(self._module) if isinstance(node, ast.FunctionDef)]
-        counts = Counter(node.name for node in found)
-        return {node.name: node for node in found if counts[node.name] == 1}
+        definitions = [node for node in ast.walk(self._module) if isinstance(node, ast.FunctionDef)]
+        counts = Counter(node.name for node in definitions)
+        return {node.name: node for node in definitions if counts[node.name] == 1}
 
     def _evaluate_function(self, function: ast.FunctionDef, call: ast.Call) -> Any:
         """Return what a function of the script returns for the arguments of a call."""
@@ -680,9 +680,9 @@ class _Function:
             raise Unclear(ast.unparse(call))
         inner = _Function(self._module, self._row, self._depth + 1)
         names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
-        passed = [*zip(names, call.args, strict=False), *((word.arg, word.value) for word in call.keywords if word.arg)]
+        pairs = [*zip(names, call.args, strict=False), *((word.arg, word.value) for word in call.keywords if word.arg)]
         inner._names = dict.fromkeys(names, _TokenizerValue())
-        for name, node in passed:
+        for name, node in pairs:
             try:
                 inner._names[name] = self._value(node)
             except Unclear:
@@ -712,14 +712,14 @@ class _Function:
             raise Unclear(ast.unparse(call))
         positions = [self._value(argument) for argument in call.args]
         names = {word.arg: self._value(word.value) for word in call.keywords if word.arg}
-        total, counted = Joined(()), count()
+        total, counter = Joined(()), count()
         try:
             for constant, name, spec, conversion in Formatter().parse(text):
                 total = _concatenate_texts(total, constant)
                 if spec or conversion:
                     raise Unclear(ast.unparse(call))
                 if name is not None:
-                    value = names[name] if name in names else positions[int(name) if name else next(counted)]
+                    value = names[name] if name in names else positions[int(name) if name else next(counter)]
                     total = _concatenate_texts(total, value)
         except (ValueError, IndexError):  # no format, or another number of arguments
             raise Unclear(ast.unparse(call)) from None

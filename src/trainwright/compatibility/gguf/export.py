@@ -61,8 +61,8 @@ def export_gguf(directory: Path, out: Path, precision: GgufPrecision = "f16") ->
         raise RequestError(f"--out: {out} already exists; choose a new file")
     config, tokenizer = read_config(directory), load_tokenizer_from(directory, "MODEL")
     if config.model_type not in _ARCHITECTURES:
-        supported = ", ".join(_ARCHITECTURES)
-        raise RequestError(f"{directory} is {config.model_type}; GGUF export supports {supported}")
+        supported_types = ", ".join(_ARCHITECTURES)
+        raise RequestError(f"{directory} is {config.model_type}; GGUF export supports {supported_types}")
     temporary = out.with_name(f".{out.name}.part")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -128,9 +128,9 @@ def _map_names(model: PreTrainedModel) -> dict[str, str]:
 
     kind = "llama" if model.config.model_type == "mistral" else None
     processor = TENSOR_PROCESSORS.get(_ARCHITECTURES[model.config.model_type], TensorProcessor)(model.config.to_dict())
-    tied = set(model.all_tied_weights_keys or {})
-    mapped = get_gguf_hf_weights_map(model, processor, model_type=kind)
-    return {theirs: ours for ours, theirs in mapped.items() if theirs not in tied}
+    tied_names = set(model.all_tied_weights_keys or {})
+    name_map = get_gguf_hf_weights_map(model, processor, model_type=kind)
+    return {theirs: ours for ours, theirs in name_map.items() if theirs not in tied_names}
 
 
 def _iterate_tensors(directory: Path) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
@@ -140,8 +140,8 @@ def _iterate_tensors(directory: Path) -> Iterator[tuple[str, Callable[[], torch.
     from trainwright.models.text_part import convert_to_causal_name
 
     for file in sorted(directory.glob("model*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            names = list(opened.keys())
+        with safe_open(file, framework="pt") as reader:
+            names = list(reader.keys())
         for name in names:
             yield convert_to_causal_name(name), functools.partial(_read, file, name)
 
@@ -149,8 +149,8 @@ def _iterate_tensors(directory: Path) -> Iterator[tuple[str, Callable[[], torch.
 def _read(file: Path, name: str) -> torch.Tensor:
     from safetensors import safe_open
 
-    with safe_open(file, framework="pt") as opened:
-        tensor: torch.Tensor = opened.get_tensor(name)
+    with safe_open(file, framework="pt") as reader:
+        tensor: torch.Tensor = reader.get_tensor(name)
         return tensor.float()
 
 
@@ -183,11 +183,11 @@ def _check_fixed(config: PretrainedConfig, directory: Path) -> None:
     if config.model_type not in ("gemma2", "gemma3_text"):
         return
     sizes = config.num_hidden_layers, config.num_attention_heads, config.hidden_size, config.head_dim
-    assumed = compute_query_scalar(_ARCHITECTURES[config.model_type], *sizes)
-    if config.query_pre_attn_scalar != assumed:
+    assumed_scalar = compute_query_scalar(_ARCHITECTURES[config.model_type], *sizes)
+    if config.query_pre_attn_scalar != assumed_scalar:
         raise RequestError(
             f"{directory} has query_pre_attn_scalar {config.query_pre_attn_scalar:g}, which a GGUF file cannot say: "
-            f"its readers take {assumed:g} for this model, so they would compute something else"
+            f"its readers take {assumed_scalar:g} for this model, so they would compute something else"
         )
     period = 2 if config.model_type == "gemma2" else 6
     usual = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(sizes[0])]
@@ -220,7 +220,7 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, size: int) -
         raise RequestError(f"a {backend['model']['type']} tokenizer cannot be written to a GGUF file; only BPE can")
     by_bytes = not backend["model"].get("byte_fallback")
     vocabulary = {index: token for token, index in tokenizer.get_vocab().items()}
-    added = {token["id"]: token for token in backend["added_tokens"]}
+    added_tokens = {token["id"]: token for token in backend["added_tokens"]}
     tokens: list[str] = []
     types: list[int] = []
     for index in range(size):
@@ -230,7 +230,7 @@ def _add_tokenizer(writer: Any, tokenizer: PreTrainedTokenizerBase, size: int) -
             types.append(gguf.TokenType.UNUSED)
             continue
         tokens.append(token)
-        types.append(_choose_token_type(token, added.get(index), by_bytes))
+        types.append(_choose_token_type(token, added_tokens.get(index), by_bytes))
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in backend["model"]["merges"]]
     writer.add_tokenizer_model("gpt2" if by_bytes else "llama")
     if by_bytes:
@@ -310,8 +310,8 @@ def _add_one_to_norms(name: str, values: torch.Tensor, config: PretrainedConfig)
 
 def _transpose_linear(name: str, values: torch.Tensor, config: PretrainedConfig) -> torch.Tensor:
     """Transpose the matrices of GPT-2, whose Conv1D layers store them transposed."""
-    turned = ("attn_qkv.weight", "ffn_down.weight", "ffn_up.weight", "attn_output.weight")
-    return values.t() if name.endswith(turned) else values
+    transposed_names = ("attn_qkv.weight", "ffn_down.weight", "ffn_up.weight", "attn_output.weight")
+    return values.t() if name.endswith(transposed_names) else values
 
 
 _CHANGES: dict[str, Callable[[str, torch.Tensor, PretrainedConfig], torch.Tensor]] = {
@@ -333,9 +333,12 @@ def _read_back(directory: Path, file: Path, tokenizer: PreTrainedTokenizerBase, 
 
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".gguf-") as scratch:
         write_converted(file, Path(scratch) / "model", "--out")
-        again = load_tokenizer_from(Path(scratch) / "model", "MODEL")
+        file_tokenizer = load_tokenizer_from(Path(scratch) / "model", "MODEL")
         for text in _TEXTS:
-            if again(text, add_special_tokens=False).input_ids != tokenizer(text, add_special_tokens=False).input_ids:
+            if (
+                file_tokenizer(text, add_special_tokens=False).input_ids
+                != tokenizer(text, add_special_tokens=False).input_ids
+            ):
                 raise RequestError(
                     f"the tokenizer of {directory} splits text in a way that GGUF export does not support: {text!r} "
                     "would become other tokens; nothing was written"

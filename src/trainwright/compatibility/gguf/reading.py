@@ -111,8 +111,8 @@ def _write_converted(file: Path, directory: Path, key: str, notify: Callable[[st
 
 def _check_magic(file: Path, key: str) -> None:
     try:
-        with file.open("rb") as opened:
-            magic = opened.read(len(_MAGIC))
+        with file.open("rb") as stream:
+            magic = stream.read(len(_MAGIC))
     except OSError as error:
         raise RequestError(f"{key}: {file} cannot be read: {error.strerror}") from None
     if magic != _MAGIC:
@@ -137,9 +137,9 @@ def _read_metadata(file: Path, key: str) -> dict[str, Any]:
         raise RequestError(f"{key}: {file} is damaged or not a GGUF file ({error}); download it again") from error
     architecture = facts["general.architecture"]
     if architecture not in GGUF_CONFIG_MAPPING:
-        supported = ", ".join(sorted(k for k in GGUF_CONFIG_MAPPING if k not in ("general", "tokenizer")))
+        architectures = ", ".join(sorted(k for k in GGUF_CONFIG_MAPPING if k not in ("general", "tokenizer")))
         raise RequestError(
-            f"{key}: {file} is of architecture {architecture}, which cannot be converted ({supported} can); "
+            f"{key}: {file} is of architecture {architecture}, which cannot be converted ({architectures} can); "
             "use the model's safetensors weights"
         )
     return facts
@@ -194,7 +194,7 @@ def _read_scaling(file: Path) -> dict[str, torch.Tensor]:
     from gguf import GGUFReader
 
     names = (FREQUENCIES, LONG, SHORT)
-    return {each.name: torch.tensor(each.data) for each in GGUFReader(file).tensors if each.name in names}
+    return {tensor.name: torch.tensor(tensor.data) for tensor in GGUFReader(file).tensors if tensor.name in names}
 
 
 def _load_tokenizer(file: Path, facts: dict[str, Any], notify: Callable[[str], None]) -> PreTrainedTokenizerFast:
@@ -253,15 +253,15 @@ def _iterate_tensors(file: Path, model: PreTrainedModel) -> Iterator[tuple[str, 
     architecture = reader.fields["general.architecture"].contents()
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
     names = get_gguf_hf_weights_map(model, processor)
-    gathered: dict[str, Any] = {"tensors": {}}  # processors of mixtures of experts stack the experts here
+    parsed_parameters: dict[str, Any] = {"tensors": {}}  # processors of mixtures of experts stack the experts here
     for tensor in reader.tensors:
         values = dequantize(tensor.data, tensor.tensor_type)
         result = processor.process(
-            weights=values, name=tensor.name, tensor_key_mapping=names, parsed_parameters=gathered
+            weights=values, name=tensor.name, tensor_key_mapping=names, parsed_parameters=parsed_parameters
         )
         if result.name in names:
             yield names[result.name], torch.from_numpy(np.array(result.weights, dtype=np.float32))
-    yield from gathered["tensors"].items()
+    yield from parsed_parameters["tensors"].items()
 
 
 def _read_stored_precision(directory: Path) -> str:

@@ -107,9 +107,9 @@ def _compute_llama3_factors(rope: Mapping[str, Any], rotated: int) -> torch.Tens
 
     config: Any = SimpleNamespace(rope_parameters=dict(rope), head_dim=rotated, standardize_rope_params=lambda: None)
     config.rope_parameters["partial_rotary_factor"] = 1.0
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    scaled_frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     plain = 1.0 / (rope["rope_theta"] ** (torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated))
-    return plain / scaled
+    return plain / scaled_frequencies
 
 
 def read_rope(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], positions: int) -> dict[str, Any]:
@@ -129,9 +129,9 @@ def read_rope(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], pos
     head = facts.get(f"{architecture}.attention.key_length")
     if head is None:
         head = facts[f"{architecture}.embedding_length"] // facts[f"{architecture}.attention.head_count"]
-    rotated = get("dimension_count") or head
-    if rotated < head:
-        rope["partial_rotary_factor"] = rotated / head
+    rotary_dim = get("dimension_count") or head
+    if rotary_dim < head:
+        rope["partial_rotary_factor"] = rotary_dim / head
     kind, original = get("scaling.type"), get("scaling.original_context_length")
     if LONG in tensors:
         scaling: dict[str, Any] = {"long_factor": tensors[LONG].tolist(), "short_factor": tensors[SHORT].tolist()}
@@ -145,7 +145,7 @@ def read_rope(facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], pos
         betas = {name: get(f"scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
         rope |= {name: value for name, value in betas.items() if value is not None}
     elif FREQUENCIES in tensors:
-        rope |= _find_scaling(tensors[FREQUENCIES], rope, rotated, positions)
+        rope |= _find_scaling(tensors[FREQUENCIES], rope, rotary_dim, positions)
     if architecture != "gemma3":
         return rope
     local = {"rope_type": "default", "rope_theta": float(get("freq_base_swa") or _DEFAULT_BASE)}

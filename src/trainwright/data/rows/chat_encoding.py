@@ -86,12 +86,12 @@ class ChatEncoder:
         turns: list[Message] = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "the"}]
         template = self._choose_finder([]).template
         try:
-            (prompt,), (whole,) = template.render([turns[:1]], generation_prompt=True), template.render([turns])
-            encoded = call_tokenizer(self._tokenizer, [prompt, whole], add_special_tokens=False)
+            (prompt,), (conversation,) = template.render([turns[:1]], generation_prompt=True), template.render([turns])
+            encoding = call_tokenizer(self._tokenizer, [prompt, conversation], add_special_tokens=False)
         except TurnsError:  # of the template, or of a tokenizer without a token for these characters
             return False
-        of_prompt, of_whole = map(list, encoded["input_ids"])
-        return whole.startswith(prompt) and of_whole[: len(of_prompt)] != of_prompt
+        of_prompt, of_whole = map(list, encoding["input_ids"])
+        return conversation.startswith(prompt) and of_whole[: len(of_prompt)] != of_prompt
 
     @property
     def stop(self) -> str:
@@ -112,10 +112,10 @@ class ChatEncoder:
         """
         if not conversations:
             return []
-        located = self._locate_turns(conversations, remarks)
-        encoded = call_tokenizer(
+        located_turns = self._locate_turns(conversations, remarks)
+        encoding = call_tokenizer(
             self._tokenizer,
-            [one.text for one in located],
+            [turns.text for turns in located_turns],
             add_special_tokens=False,  # the template writes them
             return_offsets_mapping=True,
             return_attention_mask=False,
@@ -123,8 +123,10 @@ class ChatEncoder:
             verbose=False,
         )
         return [
-            (list(ids), self._flag_targets(ids, offsets, one))
-            for ids, offsets, one in zip(encoded["input_ids"], encoded["offset_mapping"], located, strict=True)
+            (list(ids), self._flag_targets(ids, offsets, turns))
+            for ids, offsets, turns in zip(
+                encoding["input_ids"], encoding["offset_mapping"], located_turns, strict=True
+            )
         ]
 
     def _flag_targets(self, ids: Sequence[int], offsets: Sequence[Span], located: LocatedTurns) -> list[bool]:
@@ -157,8 +159,8 @@ class ChatEncoder:
             except TurnsError as error:
                 raise TurnsError(str(error), index) from None
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        encoded = call_tokenizer(self._tokenizer, texts, **options)
-        return [list(ids) for ids in encoded["input_ids"]]
+        encoding = call_tokenizer(self._tokenizer, texts, **options)
+        return [list(ids) for ids in encoding["input_ids"]]
 
     def list_remedies(self) -> list[str]:
         """Return the settings that keep what the template left out of a row, or nothing if it left nothing out."""
@@ -183,7 +185,7 @@ class ChatEncoder:
     def _locate_turns(
         self, conversations: Sequence[Sequence[Message]], remarks: Sequence[set[str]] | None
     ) -> list[LocatedTurns]:
-        located: dict[int, LocatedTurns] = {}
+        turns_by_index: dict[int, LocatedTurns] = {}
         by_finder: dict[TurnFinder, list[int]] = {}
         for index, conversation in enumerate(conversations):
             by_finder.setdefault(self._choose_finder(conversation), []).append(index)
@@ -193,20 +195,20 @@ class ChatEncoder:
                 texts = finder.find(rows)
             except TurnsError as error:
                 raise TurnsError(str(error), indices[error.index]) from None
-            for index, row, one in zip(indices, rows, texts, strict=True):
-                located[index] = one
-                self._check_tools(row, one.text, index)
+            for index, row, turns in zip(indices, rows, texts, strict=True):
+                turns_by_index[index] = turns
+                self._check_tools(row, turns.text, index)
                 if remarks is not None:
                     folded = len(row) < len(conversations[index])
-                    remarks[index].update(self._list_remarks(finder, row, one, folded=folded))
-        return [located[index] for index in range(len(conversations))]
+                    remarks[index].update(self._list_remarks(finder, row, turns, folded=folded))
+        return [turns_by_index[index] for index in range(len(conversations))]
 
     def _check_tools(self, conversation: list[Message], text: str, index: int) -> None:
         """Raise TurnsError if the template omits tools or tool calls, which the model would then not learn."""
-        for names, what in zip(list_tool_names(conversation), ("tools", "calls of tools"), strict=True):
+        for names, label in zip(list_tool_names(conversation), ("tools", "calls of tools"), strict=True):
             if missing := next((name for name in names if name not in text), None):
                 raise TurnsError(
-                    f"the chat template of {self.name} does not write {what}, such as {missing}; set "
+                    f"the chat template of {self.name} does not write {label}, such as {missing}; set "
                     "model.chat_template to one that writes them, or remove them from the row",
                     index,
                 )
@@ -226,11 +228,11 @@ class ChatEncoder:
         for omission in self._list_omissions(finder, row, located.text):
             role = row[omission.turn]["role"]
             turns = "" if omission.what == "parts of tools" else f" in {role} turns"
-            what = f"have {omission.what}{turns} that the chat template of {self.name} does not write"
-            if what not in self._tried:
-                self._tried.add(what)
+            remark = f"have {omission.what}{turns} that the chat template of {self.name} does not write"
+            if remark not in self._tried:
+                self._tried.add(remark)
                 self._try_ways(finder, row, omission)
-            remarks.add(what)
+            remarks.add(remark)
         return remarks
 
     def _list_omissions(self, finder: TurnFinder, row: list[Message], text: str) -> list[Omission]:
@@ -285,8 +287,8 @@ def _compile_control_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[s
 
 def _find_stripping_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the added tokens that swallow the white space around them."""
-    added = tokenizer.added_tokens_decoder.items()
-    return {token for token, content in added if (content.lstrip or content.rstrip) and content.content.strip()}
+    added_tokens = tokenizer.added_tokens_decoder.items()
+    return {token for token, content in added_tokens if (content.lstrip or content.rstrip) and content.content.strip()}
 
 
 def _flag_tokens(offsets: Sequence[Span], turns: Sequence[Span]) -> list[bool]:
@@ -347,9 +349,9 @@ def list_omissions(conversation: Sequence[Message], text: str, writes_name: Call
 
 def _iterate_pieces(conversation: Sequence[Message]) -> Iterator[_Piece]:
     for index, turn in enumerate(conversation):
-        for what in ("content", "reasoning"):
-            if text := turn.get(what, "").strip():
-                yield _Piece(what, index, text)
+        for field in ("content", "reasoning"):
+            if text := turn.get(field, "").strip():
+                yield _Piece(field, index, text)
 
 
 def _remove_piece(squeezed: str, piece: str) -> str | None:
@@ -363,11 +365,11 @@ def _remove_piece(squeezed: str, piece: str) -> str | None:
 
 def _is_lacking(texts: Iterator[str], text: str) -> bool:
     """Return whether a text lacks one of ``texts``, as they are or as JSON."""
-    squeezed = ""
-    for each in texts:
-        if each not in text:
-            squeezed = squeezed or _squeeze_text(text)
-            if _remove_piece(squeezed, each) is None:
+    squeezed_text = ""
+    for part in texts:
+        if part not in text:
+            squeezed_text = squeezed_text or _squeeze_text(text)
+            if _remove_piece(squeezed_text, part) is None:
                 return True
     return False
 
@@ -378,11 +380,11 @@ def _iterate_tool_texts(turn: Message) -> Iterator[str]:
         function = tool.get("function", tool)
         parameters = function.get("parameters") if isinstance(function, dict) else None
         properties = parameters.get("properties") if isinstance(parameters, dict) else None
-        described = [function, *(properties.values() if isinstance(properties, dict) else ())]
+        schemas = [function, *(properties.values() if isinstance(properties, dict) else ())]
         yield from properties if isinstance(properties, dict) else ()
-        for each in described:
-            if isinstance(each, dict) and isinstance(each.get("description"), str):
-                yield each["description"]
+        for schema in schemas:
+            if isinstance(schema, dict) and isinstance(schema.get("description"), str):
+                yield schema["description"]
 
 
 def _iterate_call_texts(turn: Message) -> Iterator[str]:
@@ -440,9 +442,9 @@ class TurnFinder:
         self.template = template
         self._control = control
         user, assistant = {"role": "user", "content": "Q"}, {"role": "assistant", "content": _PROBE}
-        bare, prompted = template.render([[user]]), template.render([[user]], generation_prompt=True)
-        self._prompts = bare != prompted
-        self._header = prompted[0][len(_find_common_prefix(bare[0], prompted[0])) :]
+        bare, prompted_texts = template.render([[user]]), template.render([[user]], generation_prompt=True)
+        self._prompts = bare != prompted_texts
+        self._header = prompted_texts[0][len(_find_common_prefix(bare[0], prompted_texts[0])) :]
         after = template.render([[user, assistant]], generation_prompt=True)[0].partition(_PROBE)[2]
         # The text that closes a turn when another turn follows.
         self._closing = after.removesuffix(self._header) if self._header else after
@@ -459,9 +461,9 @@ class TurnFinder:
         """Return whether the template writes the names of turns such as this one of a row."""
         role = row[turn]["role"]
         if role not in self._named:
-            renamed = [*row[:turn], {**row[turn], "name": _PROBE}, *row[turn + 1 :]]
+            named_row = [*row[:turn], {**row[turn], "name": _PROBE}, *row[turn + 1 :]]
             try:
-                self._named[role] = _PROBE in self.template.render([renamed])[0]
+                self._named[role] = _PROBE in self.template.render([named_row])[0]
             except TurnsError:  # it checks names
                 self._named[role] = True
         return self._named[role]
@@ -475,22 +477,22 @@ class TurnFinder:
         return self._marked(rows) if self.template.marked else self._locate_turns(rows)
 
     def _marked(self, rows: list[list[Message]]) -> list[LocatedTurns]:
-        located = []
+        located_turns = []
         for index, row in enumerate(rows):
             text, ranges = self.template.render_marked(row, index)
             turns = [turn for turn, message in enumerate(row) if message["role"] == "assistant"]
             if len(ranges) != len(turns):
                 raise self._refuse_turns(index, f"{len(turns)} turns, {len(ranges)} marked as generated")
-            trained = [(turn, span) for turn, span in zip(turns, ranges, strict=True) if row[turn].get("target", True)]
-            prompts = self._render_prompts([row[:turn] for turn, _ in trained])
-            located.append(
+            targets = [(turn, span) for turn, span in zip(turns, ranges, strict=True) if row[turn].get("target", True)]
+            prompts = self._render_prompts([row[:turn] for turn, _ in targets])
+            located_turns.append(
                 LocatedTurns(
                     text,
-                    [self._closed(text, span) for _, span in trained],
+                    [self._closed(text, span) for _, span in targets],
                     next(filter(None, (self._prompt_only(text, prompt) for prompt in prompts)), ""),
                 )
             )
-        return located
+        return located_turns
 
     def _render_prompts(self, befores: list[list[Message]]) -> list[str]:
         """Return the generation prompts after conversations, or nothing if the template rejects one without answer."""
@@ -509,7 +511,7 @@ class TurnFinder:
 
     def _locate_turns(self, rows: list[list[Message]]) -> list[LocatedTurns]:
         texts = self.template.render(rows)
-        places = [
+        positions = [
             (index, turn)
             for index, row in enumerate(rows)
             for turn, message in enumerate(row)
@@ -517,14 +519,14 @@ class TurnFinder:
         ]
         spans: list[list[Span]] = [[] for _ in rows]
         prompt_only = [""] * len(rows)
-        if not places:
+        if not positions:
             return [LocatedTurns(text, [], "") for text in texts]
         try:
-            prompts = self.template.render([rows[index][:turn] for index, turn in places], generation_prompt=True)
+            prompts = self.template.render([rows[index][:turn] for index, turn in positions], generation_prompt=True)
         except TurnsError as error:
-            raise TurnsError(str(error), places[error.index][0]) from None
-        probes = self._render_probes([_replace_turn(rows[index], turn) for index, turn in places])
-        for (index, turn), prompt, probe in zip(places, prompts, probes, strict=True):
+            raise TurnsError(str(error), positions[error.index][0]) from None
+        probes = self._render_probes([_replace_turn(rows[index], turn) for index, turn in positions])
+        for (index, turn), prompt, probe in zip(positions, prompts, probes, strict=True):
             text, row = texts[index], rows[index]
             span = self._span(text, prompt, probe, last=turn == len(row) - 1) or self._locate_up_to(
                 text, prompt, row, turn
@@ -533,14 +535,14 @@ class TurnFinder:
                 raise self._refuse_turns(index, f"turn {turn} is not in the rendered text")
             spans[index].append(span)
             prompt_only[index] = prompt_only[index] or self._prompt_only(text, prompt)
-        return [LocatedTurns(*one) for one in zip(texts, spans, prompt_only, strict=True)]
+        return [LocatedTurns(*fields) for fields in zip(texts, spans, prompt_only, strict=True)]
 
     def _render_probes(self, replaced: list[list[Message]]) -> list[str]:
         """Return the text of each conversation with a probe, or "" if the template rejects it."""
         try:
             return self.template.render(replaced)
         except TurnsError:
-            return [self._render_probes([one])[0] if len(replaced) > 1 else "" for one in replaced]
+            return [self._render_probes([conversation])[0] if len(replaced) > 1 else "" for conversation in replaced]
 
     def _span(self, text: str, prompt: str, probe: str, *, last: bool) -> Span | None:
         """Return the range of a turn, from the text with a probe as its content."""

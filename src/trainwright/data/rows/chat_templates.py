@@ -120,25 +120,25 @@ def resolve_template(setting: str) -> str:
     """
     from jinja2 import TemplateSyntaxError
 
-    where, text = "model.chat_template", setting
+    location, text = "model.chat_template", setting
     if setting in list_templates():
         return read_template(setting)
     if "{" not in setting:
         file = expand_user_path(setting)
         if not file.is_file():
             raise RequestError(
-                f"{where}: it is not a Jinja template, not one of {', '.join(list_templates())}, and "
+                f"{location}: it is not a Jinja template, not one of {', '.join(list_templates())}, and "
                 f"{describe_missing_file(file)}"
             )
         try:
             text = read_text(file)
         except RequestError as error:
-            raise RequestError(f"{where}: {error}") from None
-        where = f"{where}: {file}"
+            raise RequestError(f"{location}: {error}") from None
+        location = f"{location}: {file}"
     try:
         _build_syntax().compile(text)
     except TemplateSyntaxError as error:
-        raise RequestError(f"{where}, line {error.lineno}: {error.message}") from error
+        raise RequestError(f"{location}, line {error.lineno}: {error.message}") from error
     return text
 
 
@@ -162,12 +162,12 @@ def list_arguments(template: str) -> list[str]:
     """Return the names of the variables that a template reads besides the conversation, such as enable_thinking."""
     from jinja2 import meta, nodes
 
-    parsed = _build_syntax().parse(template)
+    tree = _build_syntax().parse(template)
     # A variable that a branch sets counts as undeclared; it is one of the template's own if nothing tests for it.
-    tested = (each.node for each in (*parsed.find_all(nodes.Test), *parsed.find_all(nodes.Filter)))
-    tested_names = {node.name for node in tested if isinstance(node, nodes.Name)}
-    assigned = {each.target.name for each in parsed.find_all(nodes.Assign) if isinstance(each.target, nodes.Name)}
-    names = meta.find_undeclared_variables(parsed) - _STANDARD - (assigned - tested_names)
+    tested_nodes = (node.node for node in (*tree.find_all(nodes.Test), *tree.find_all(nodes.Filter)))
+    tested_names = {node.name for node in tested_nodes if isinstance(node, nodes.Name)}
+    assigned_names = {node.target.name for node in tree.find_all(nodes.Assign) if isinstance(node.target, nodes.Name)}
+    names = meta.find_undeclared_variables(tree) - _STANDARD - (assigned_names - tested_names)
     return sorted(name for name in names if not name.endswith("_token"))
 
 
@@ -205,7 +205,7 @@ class ChatTemplate:
         def render(some: Sequence[Sequence[Message]]) -> Any:
             apply = functools.partial(
                 self._tokenizer.apply_chat_template,
-                [self._variables(one) for one in some],
+                [self._variables(conversation) for conversation in some],
                 chat_template=self.text,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
@@ -329,7 +329,8 @@ class Remarks:
     def lines(self) -> list[str]:
         """Return a line for each remark, with the number of rows and the first one."""
         return [
-            f"{format_clause(count, 'row', what)} (first: {self._first[what]})" for what, count in self._counts.items()
+            f"{format_clause(count, 'row', remark)} (first: {self._first[remark]})"
+            for remark, count in self._counts.items()
         ]
 
 

@@ -126,11 +126,11 @@ class RowReader:
         Raises:
             NoTarget, RequestError: as in ``to_example``.
         """
-        converted = self.convert(row, layout, remarks)
+        sequences = self.convert(row, layout, remarks)
         columns = [column for column in layout.used if column != layout.column("tools") and layout not in MARKED]
         if remarks is not None and (more := list_unread_fields(row, columns)):
             remarks[f"have fields in their turns that are not used: {', '.join(more)}"] += 1
-        return converted
+        return sequences
 
 
 def _select_used(layout: RowLayout, row: Row) -> Row:
@@ -235,11 +235,11 @@ def complete_conversation(messages: list[Message], row: Row, remarks: set[str], 
 
 def _join_turns(messages: list[Message], remarks: set[str]) -> list[Message]:
     """Join consecutive turns of one role, except tool turns, which each answer one call."""
-    joined: list[Message] = messages[:1]
+    joined_messages: list[Message] = messages[:1]
     for message in messages[1:]:
-        last = joined[-1]
+        last = joined_messages[-1]
         if message["role"] != last["role"] or message["role"] == "tool" or message.get("target") != last.get("target"):
-            joined.append(message)
+            joined_messages.append(message)
             continue
         calls = [*last.get("tool_calls", ()), *message.get("tool_calls", ())]
         texts: Message = {
@@ -247,13 +247,13 @@ def _join_turns(messages: list[Message], remarks: set[str]) -> list[Message]:
             for key in ("content", "reasoning")
             if key in last or key in message
         }
-        joined[-1] = {**last, **texts, **({"tool_calls": calls} if calls else {})}
+        joined_messages[-1] = {**last, **texts, **({"tool_calls": calls} if calls else {})}
         if last.get("name") != message.get("name"):
-            joined[-1].pop("name", None)
+            joined_messages[-1].pop("name", None)
             remarks.add("have turns of one role with different names one after another, which are joined without them")
         if "tool_calls" not in message:  # text followed by a call is one turn in all formats
             remarks.add("have turns of one role one after another, which are joined with an empty line between them")
-    return joined
+    return joined_messages
 
 
 def _trim_to_user(messages: list[Message], remarks: set[str]) -> list[Message]:
@@ -363,8 +363,8 @@ def read_text_field(row: Row, field: str) -> str:
     if value is None:
         raise RequestError(f"the field {field} is missing; it has {format_names(row)}")
     if not isinstance(value, str):
-        quoted = "; put it in quotes" if isinstance(value, int | float) else ""
-        raise RequestError(f"the field {field} should be text, not {describe_type(value)}{quoted}")
+        hint = "; put it in quotes" if isinstance(value, int | float) else ""
+        raise RequestError(f"the field {field} should be text, not {describe_type(value)}{hint}")
     if not value.strip():
         raise RequestError(f"the field {field} is empty; fill it in or remove the row")
     return value
@@ -376,12 +376,12 @@ def _check_order(messages: list[Message]) -> None:
     body = roles[1:] if roles[0] == "system" else roles
     before = "system"
     for index, role in enumerate(body, start=len(roles) - len(body)):
-        allowed = {"system": ("user",), "user": ("assistant",), "tool": ("tool", "assistant")}
-        if role not in allowed.get(before, ("user", "tool")):
+        roles_after = {"system": ("user",), "user": ("assistant",), "tool": ("tool", "assistant")}
+        if role not in roles_after.get(before, ("user", "tool")):
             after = "at the beginning" if index == 0 else f"after {before}"
-            shown = ", ".join(roles[:12]) + (", …" if len(roles) > 12 else "")
+            order = ", ".join(roles[:12]) + (", …" if len(roles) > 12 else "")
             raise RequestError(
-                f"the roles are out of order: turn {index} is {role} {after} ({shown}); expected an optional system "
+                f"the roles are out of order: turn {index} is {role} {after} ({order}); expected an optional system "
                 "turn, then alternating user and assistant turns, with tool turns after the assistant's calls"
             )
         before = role
@@ -394,8 +394,8 @@ def read_turns_field(row: Row, field: str) -> list[Message]:
         raise RequestError(f"the field {field} is missing; it has {format_names(row)}")
     items = _list_turns(value, field)
     if not isinstance(items, list) or not items:
-        what = "an empty list" if items == [] else describe_type(items)
-        raise RequestError(f"the field {field} should be a list of turns, not {what}")
+        description = "an empty list" if items == [] else describe_type(items)
+        raise RequestError(f"the field {field} should be a list of turns, not {description}")
     return [_parse_turn(item, f"{field}[{index}]") for index, item in enumerate(items)]
 
 
@@ -533,15 +533,15 @@ def read_calls(turn: Row, location: str) -> list[Any]:
 def read_content_calls(content: Any, location: str) -> list[Any]:
     """Return the calls of a ShareGPT ``function_call`` turn."""
     try:
-        parsed = json.loads(content) if isinstance(content, str) else content
+        value = json.loads(content) if isinstance(content, str) else content
     except (ValueError, RecursionError):
-        parsed = None
-    if not isinstance(parsed, dict | list) or not parsed:
+        value = None
+    if not isinstance(value, dict | list) or not value:
         raise RequestError(
             f'{location} is a function call, whose value should be JSON such as {{"name": …, "arguments": {{…}}}}; '
             "correct it, or make it an assistant (gpt) turn with text"
         )
-    calls = parsed if isinstance(parsed, list) else [parsed]
+    calls = value if isinstance(value, list) else [value]
     # As text, values of null stay: the writer has put them there.
     return read_calls({"tool_calls": json.dumps(calls) if isinstance(content, str) else calls}, location)
 
@@ -549,8 +549,8 @@ def read_content_calls(content: Any, location: str) -> list[Any]:
 def parse_arguments(call: Row) -> dict[str, Any]:
     """Return the arguments of a call from ``read_calls`` as an object."""
     value = call["function"]["arguments"]
-    parsed: dict[str, Any] = json.loads(value) if isinstance(value, str) else value
-    return parsed
+    arguments: dict[str, Any] = json.loads(value) if isinstance(value, str) else value
+    return arguments
 
 
 def list_tool_names(turns: Sequence[Row]) -> tuple[list[str], list[str]]:

@@ -161,16 +161,16 @@ def choose_layout(
         RequestError: the columns do not fit the layout, or no layout is recognized.
     """
     fields = _map_fields(settings, columns)
-    named = [fields.get(column, "" if column in settings.columns else column) for column in columns]
+    field_names = [fields.get(column, "" if column in settings.columns else column) for column in columns]
     rows = [{fields.get(column, column): value for column, value in row.items()} for row in first_rows]
     if settings.prompt is not None or settings.prompt_without_input is not None:
-        layout = _build_prompt_layout(named, settings, layouts)
+        layout = _build_prompt_layout(field_names, settings, layouts)
     elif settings.format == "auto" or not isinstance(settings.format, str):
         among = layouts if settings.format == "auto" else [name for name in settings.format if name in layouts]
-        layout = detect_format([name for name in named if name], rows, among)
+        layout = detect_format([name for name in field_names if name], rows, among)
     else:
         layout = check_format(
-            [name for name in named if name], "text" if settings.format == "documents" else settings.format
+            [name for name in field_names if name], "text" if settings.format == "documents" else settings.format
         )
     read = {field: layout.column(field) for field in (*REQUIRED[layout], *settings.columns, *layout.columns)}
     back = {field: column for column, field in fields.items()}
@@ -184,10 +184,10 @@ def choose_layout(
 
 def _map_fields(settings: RowSettings, columns: Sequence[str]) -> dict[str, str]:
     """Return the fields of the columns that data.columns maps; raise RequestError for unknown fields and columns."""
-    known = {*(field for fields in (*REQUIRED.values(), *_OPTIONAL.values()) for field in fields), *_OF_CONVERSATIONS}
+    names = {*(field for fields in (*REQUIRED.values(), *_OPTIONAL.values()) for field in fields), *_OF_CONVERSATIONS}
     for field, column in settings.columns.items():
-        if field not in known:
-            raise RequestError(f"data.columns: {field} is no field of a layout; choose from {', '.join(sorted(known))}")
+        if field not in names:
+            raise RequestError(f"data.columns: {field} is no field of a layout; choose from {', '.join(sorted(names))}")
         if column not in columns:
             raise RequestError(f"data.columns: the rows have no column {column}; they have {', '.join(columns)}")
     return {column: field for field, column in settings.columns.items()}
@@ -269,22 +269,22 @@ def _match_columns(name: str, columns: Sequence[str]) -> dict[str, str]:
     """Return the columns found for the required fields of a layout, each column for one field."""
     matches: dict[str, str] = {}
     for field in REQUIRED[name]:
-        unmatched = [column for column in columns if column not in matches.values()]
-        if column := _find_column((field, *_OTHER_NAMES.get(field, ())), unmatched):
+        unmatched_columns = [column for column in columns if column not in matches.values()]
+        if column := _find_column((field, *_OTHER_NAMES.get(field, ())), unmatched_columns):
             matches[field] = column
     return matches
 
 
 def _add_optional_fields(name: str, matches: Mapping[str, str], columns: Sequence[str]) -> RowLayout:
     fields = dict(matches)
-    taken = set(matches.values())
+    taken_columns = set(matches.values())
     for field in (*_OPTIONAL.get(name, ()), *(() if name in PLAIN else _OF_CONVERSATIONS)):
         column = _find_column(
-            (field, *_OTHER_NAMES.get(field, ())), [column for column in columns if column not in taken]
+            (field, *_OTHER_NAMES.get(field, ())), [column for column in columns if column not in taken_columns]
         )
-        if column or field in taken:
+        if column or field in taken_columns:
             fields[field] = column or ""
-            taken.add(fields[field])
+            taken_columns.add(fields[field])
     return RowLayout(name, fields)
 
 

@@ -48,8 +48,8 @@ ANY_EXAMPLES = RowReader(EXAMPLES.name, (*EXAMPLES.layouts, *MARKED), _to_single
 def _read_segments(row: Row, field: str) -> Marked:
     segments = row.get(field)
     if not isinstance(segments, list) or not segments:
-        what = "an empty list" if segments == [] else describe_type(segments)
-        raise RequestError(f'the field {field} should be a list of {{"text": "…", "label": true}}, not {what}')
+        description = "an empty list" if segments == [] else describe_type(segments)
+        raise RequestError(f'the field {field} should be a list of {{"text": "…", "label": true}}, not {description}')
     return tuple(_read_segment(segment, f"{field}[{index}]") for index, segment in enumerate(segments))
 
 
@@ -79,9 +79,9 @@ def _read_tokens(row: Row, layout: RowLayout) -> Marked:
         marks = _read_numbers(row, name)
         if len(marks) != len(ids):
             raise RequestError(f"{name} has {len(marks):,} numbers for the {len(ids):,} tokens of {column}")
-        marked = present if field == "attention_mask" else flags
+        mask = present if field == "attention_mask" else flags
         for at, (value, token) in enumerate(zip(marks, ids, strict=True)):
-            marked[at] &= mark(value, token, f"{name}[{at}]")
+            mask[at] &= mark(value, token, f"{name}[{at}]")
     ids, flags = tuple(compress(ids, present)), list(compress(flags, present))
     begins = [at for at in range(len(ids)) if at == 0 or flags[at] != flags[at - 1]]
     return tuple((ids[at:end], flags[at]) for at, end in zip(begins, [*begins[1:], len(ids)], strict=True))
@@ -136,10 +136,10 @@ class MarkedEncoder:
         return [self._encoded((ids.get(part, part), target) for part, target in row) for row in rows]
 
     def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        encoded = call_tokenizer(
+        encoding = call_tokenizer(
             self._tokenizer, texts, add_special_tokens=False, return_attention_mask=False, verbose=False
         )
-        return list(encoded["input_ids"])
+        return list(encoding["input_ids"])
 
     def _encoded(self, parts: Iterable[tuple[Any, bool]]) -> Encoded:
         ids, targets = list[int](), list[bool]()

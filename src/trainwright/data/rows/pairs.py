@@ -89,8 +89,8 @@ def to_labelled(
     if isinstance(label, bool):
         role = CHOSEN if label else REJECTED
     if role is None:
-        shown = repr(label) if isinstance(label, str) else describe_type(label)
-        raise RequestError(f"the field label should be true or false, not {shown}")
+        description = repr(label) if isinstance(label, str) else describe_type(label)
+        raise RequestError(f"the field label should be true or false, not {description}")
     messages = to_example(row, RowLayout("prompt_completion", layout.columns, settings=layout.settings), remarks)
     assert not isinstance(messages, str)
     return [(role, messages)]
@@ -103,11 +103,11 @@ def _split_prompt_and_answers(row: Row, layout: RowLayout) -> tuple[list[Message
         chosen_kind, rejected_kind = kinds.values()
         raise RequestError(f"{sides[0]} is {chosen_kind} and {sides[1]} is {rejected_kind}; use one format for both")
     texts = [row.get(side) for side in sides]
-    written = [parse_transcript(text) if isinstance(text, str) else None for text in texts]
-    if isinstance(texts[0], str) and not all(written):
+    transcripts = [parse_transcript(text) if isinstance(text, str) else None for text in texts]
+    if isinstance(texts[0], str) and not all(transcripts):
         answers = [[{"role": "assistant", "content": read_answer_field(row, side)}] for side in sides]
         return _read_prompt(row, layout), (answers[0], answers[1])
-    chosen, rejected = (turns or read_turns_field(row, side) for turns, side in zip(written, sides, strict=True))
+    chosen, rejected = (turns or read_turns_field(row, side) for turns, side in zip(transcripts, sides, strict=True))
     if chosen[0]["role"] == rejected[0]["role"] == "assistant":
         return _read_prompt(row, layout), (chosen, rejected)
     common = sum(1 for _ in takewhile(lambda turns: turns[0] == turns[1], zip(chosen, rejected, strict=False)))
@@ -147,8 +147,10 @@ def _check_beginning(row: Row, layout: RowLayout, sides: Mapping[str, Sequence[M
     if not prompt or column in ("messages", "conversations"):  # these two often hold the whole conversation
         return
     if isinstance(prompt, str):
-        parsed = parse_transcript(prompt)
-        is_same = parsed == list(beginning) or any(turn["content"].strip() == prompt.strip() for turn in beginning)
+        prompt_turns = parse_transcript(prompt)
+        is_same = prompt_turns == list(beginning) or any(
+            turn["content"].strip() == prompt.strip() for turn in beginning
+        )
     else:
         is_same = read_turns_field(row, column) == list(beginning)
     if not is_same:

@@ -103,11 +103,11 @@ class RowIndex:
         return ranks[0], ranks[1]
 
     def _classify_repetition(self, text: str, rest: str) -> Repetition:
-        digest, others = (hashlib.blake2b(part.encode(), digest_size=16).digest() for part in (text, rest))
-        if self._database.execute("INSERT OR IGNORE INTO seen VALUES (?, ?)", (digest, others)).rowcount == 1:
+        digest, rest_digest = (hashlib.blake2b(part.encode(), digest_size=16).digest() for part in (text, rest))
+        if self._database.execute("INSERT OR IGNORE INTO seen VALUES (?, ?)", (digest, rest_digest)).rowcount == 1:
             return Repetition.NEW
         (first,) = self._database.execute("SELECT rest FROM seen WHERE digest = ?", (digest,)).fetchone()
-        return Repetition.REPEATED if first == others else Repetition.DIFFERENT
+        return Repetition.REPEATED if first == rest_digest else Repetition.DIFFERENT
 
     def _is_like_another(self, row: Row) -> bool:
         signature = _compute_signature(" ".join(_list_texts(row)))
@@ -116,8 +116,8 @@ class RowIndex:
         bands = [bytes([band]) + signature[band].tobytes() for band in range(_BANDS)]
         marks = ",".join("?" * len(bands))
         query = f"SELECT DISTINCT signature FROM bands JOIN signatures USING (id) WHERE band IN ({marks})"
-        for (other,) in self._database.execute(query, bands):
-            if np.mean(np.frombuffer(other, np.uint64) == signature.ravel()) >= _ALIKE:
+        for (stored_signature,) in self._database.execute(query, bands):
+            if np.mean(np.frombuffer(stored_signature, np.uint64) == signature.ravel()) >= _ALIKE:
                 return True
         number = self._database.execute("INSERT INTO signatures VALUES (NULL, ?)", (signature.tobytes(),)).lastrowid
         self._database.executemany("INSERT OR IGNORE INTO bands VALUES (?, ?)", [(band, number) for band in bands])
@@ -270,7 +270,7 @@ def _normalize_all(
     sources: Sequence[str], reader: _Reader, file: Path, index: RowIndex, statistics: Statistics, seed: int
 ) -> int:
     """Write the rows to keep of all sources into one file; return their number."""
-    written, kinds = 0, dict[str, str]()
+    row_count, kinds = 0, dict[str, str]()
     with file.open("w", encoding="utf-8") as rows:
         for source in sources:
             counts = SourceCounts(source)
@@ -283,20 +283,20 @@ def _normalize_all(
                     counts.duplicates += 1
                     counts.differing += repetition is Repetition.DIFFERENT
                     continue
-                written += 1
+                row_count += 1
                 rows.write(text + "\n")
     reader.check_names()
-    if not written:
+    if not row_count:
         reasons = sum((source.left_out for source in statistics.sources), Counter[str]())
         reasons["wrong"] += sum(source.wrong for source in statistics.sources)
-        listed = "; ".join(f"{count:,}: {why}" for why, count in reasons.items() if count)
-        raise RequestError(f"{_KEY}: no row has a token to train on ({listed})")
+        listing = "; ".join(f"{count:,}: {why}" for why, count in reasons.items() if count)
+        raise RequestError(f"{_KEY}: no row has a token to train on ({listing})")
     if len(kinds) > 1:
-        listed = " and ".join(f"{shape} ({source})" for shape, source in kinds.items())
+        listing = " and ".join(f"{shape} ({source})" for shape, source in kinds.items())
         raise RequestError(
-            f"{_KEY}: the sources have rows of {listed}, which cannot be in one file; prepare them separately"
+            f"{_KEY}: the sources have rows of {listing}, which cannot be in one file; prepare them separately"
         )
-    return written
+    return row_count
 
 
 @dataclass
@@ -320,9 +320,9 @@ class _Reader:
         counts.renamed = {**self.renamed, **layout.renamed}
         for location, row in chain(first, rows):
             counts.rows += 1
-            own = _rename(row, self.renamed, self.used)
+            renamed_row = _rename(row, self.renamed, self.used)
             try:
-                sequences = ANY.sequences(own, layout, counts.remarks)
+                sequences = ANY.sequences(renamed_row, layout, counts.remarks)
             except NoTarget as reason:
                 counts.left_out[str(reason)] += 1
                 continue
@@ -332,7 +332,7 @@ class _Reader:
                 counts.wrong += 1
                 counts.first_wrong += [f"{location}: {error}"] if len(counts.first_wrong) < _SHOWN else []
                 continue
-            yield self._written(own, _build_row(sequences, layout), layout, counts)
+            yield self._written(renamed_row, _build_row(sequences, layout), layout, counts)
         counts.notes += list_source_notes(source, _KEY)
 
     def check_names(self) -> None:
@@ -340,10 +340,8 @@ class _Reader:
         if unknown := sorted(set(self.renamed) - self.used):
             raise RequestError(f"--map: no row has a field {unknown[0]}")
         if unknown := sorted(set(self.keep) - self.columns - {_ALL}):
-            others = (
-                f"other columns: {', '.join(sorted(self.columns))}" if self.columns else "there are no other columns"
-            )
-            raise RequestError(f"--keep: no row has a column {unknown[0]} in addition to its layout; {others}")
+            hint = f"other columns: {', '.join(sorted(self.columns))}" if self.columns else "there are no other columns"
+            raise RequestError(f"--keep: no row has a column {unknown[0]} in addition to its layout; {hint}")
 
     def _written(self, own: Row, converted: Row, layout: RowLayout, counts: SourceCounts) -> tuple[Row, str]:
         more, rest = {}, {}
@@ -449,7 +447,7 @@ def style_rows(source: str, system: str, out: Path, *, replace: bool) -> Styled:
     layout = EXAMPLES.layout(list_columns(first_rows), first_rows, RowSettings(), source)
     if layout == "text":
         raise RequestError(f"{source}: the rows are plain text without turns, so they cannot have a system prompt")
-    styled = Styled()
+    result = Styled()
     out.parent.mkdir(parents=True, exist_ok=True)
     scratch = out.with_name(f".{out.name}.{os.getpid()}")
     try:
@@ -458,21 +456,21 @@ def style_rows(source: str, system: str, out: Path, *, replace: bool) -> Styled:
                 try:
                     [(_, messages)] = EXAMPLES.sequences(row, layout)
                 except NoTarget as reason:
-                    styled.left_out[str(reason)] += 1
+                    result.left_out[str(reason)] += 1
                     continue
                 except RequestError as error:
                     raise RequestError(f"{location}: {error}") from None
                 assert not isinstance(messages, str)
                 if messages[0]["role"] != "system":
-                    messages, styled.added = [{"role": "system", "content": system}, *messages], styled.added + 1
+                    messages, result.added = [{"role": "system", "content": system}, *messages], result.added + 1
                 elif replace:
-                    messages, styled.replaced = [{**messages[0], "content": system}, *messages[1:]], styled.replaced + 1
+                    messages, result.replaced = [{**messages[0], "content": system}, *messages[1:]], result.replaced + 1
                 else:
-                    styled.kept += 1
+                    result.kept += 1
                 more = {name: row[name] for name in layout.unused(list(row)) if name not in ("messages", "tools")}
                 file.write(to_json({**to_row(messages), **more}) + "\n")
         scratch.rename(out)
-        styled.notes += list_source_notes(source, "data style")
+        result.notes += list_source_notes(source, "data style")
     finally:
         scratch.unlink(missing_ok=True)
-    return styled
+    return result

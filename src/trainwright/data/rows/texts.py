@@ -170,9 +170,9 @@ def _iterate_parts(file: Path) -> Iterator[str]:
 def _decode_file(file: Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     offset = 0
-    with opened_file(file) as opened:
+    with opened_file(file) as stream:
         while True:
-            raw = opened.read(_PIECE)
+            raw = stream.read(_PIECE)
             pending = len(decoder.getstate()[0])
             try:
                 text = decoder.decode(raw, final=not raw)
@@ -219,20 +219,20 @@ class TextEncoder:
             remarks: for each text, collects what it has of a template, as verb phrases.
         """
         eos = self._tokenizer.eos_token_id
-        stripped = [text.rstrip() for text in texts]
-        ended = [text.endswith(self._ends) for text in stripped]
+        stripped_texts = [text.rstrip() for text in texts]
+        end_flags = [text.endswith(self._ends) for text in stripped_texts]
         # As in a conversation, white space after the end is not trained on.
-        inputs = [short if ends else text for text, short, ends in zip(texts, stripped, ended, strict=True)]
-        encoded = []
+        inputs = [short if ends else text for text, short, ends in zip(texts, stripped_texts, end_flags, strict=True)]
+        encoded_texts = []
         for index, ids in enumerate(_encode_plain(self._tokenizer, inputs)):
             single = _drop_second_bos(ids, self._tokenizer.bos_token_id)
             if remarks is not None and len(single) < len(ids):
                 remarks[index].add("begin with the beginning-of-text token, which is not added again")
-            if remarks is not None and ended[index]:
+            if remarks is not None and end_flags[index]:
                 remarks[index].add("end with the end of a text or of a turn, after which no other is added")
-            complete = single if eos is None or ended[index] or single[-1:] == [eos] else [*single, eos]
-            encoded.append((complete, [True] * len(complete)))
-        return encoded
+            complete = single if eos is None or end_flags[index] or single[-1:] == [eos] else [*single, eos]
+            encoded_texts.append((complete, [True] * len(complete)))
+        return encoded_texts
 
     def list_remedies(self) -> list[str]:
         """Return nothing: every part of a text is encoded."""

@@ -67,8 +67,8 @@ def build_source_key(data: DataSection, seed: int, identity: str) -> dict[str, A
 def read_file_states(source: SourceSection, key: str) -> Any:
     """Return the paths, sizes and times of a source's files, without reading them, and its slice."""
     name, part = split_slice(source.source)
-    if (registered := find_registered_source(name, key)) is not None:
-        return [source.source, registered.key()]
+    if (row_source := find_registered_source(name, key)) is not None:
+        return [source.source, row_source.key()]
     if is_shards(name):
         files: Sequence[Path] = sorted(expand_user_path(name).iterdir())
     else:
@@ -97,16 +97,16 @@ def digest_content(source: SourceSection, key: str, *, sampled: bool = False) ->
         return [*parts, *filter(None, [part])]
     digests = []
     for file in source_files.usable():
-        with file.open("rb") as opened:
-            digests.append([parse_suffix(file), hashlib.file_digest(opened, "sha256").hexdigest()])
+        with file.open("rb") as stream:
+            digests.append([parse_suffix(file), hashlib.file_digest(stream, "sha256").hexdigest()])
     return [*digests, *filter(None, [part]), *source_files.left_out()]  # the summary names them
 
 
 def _digest_sample(file: Path) -> str:
     """Return a digest of blocks of a file at even distances; of a file of up to 4 MiB, they are all of it."""
     size, digest = file.stat().st_size, hashlib.sha256()
-    with file.open("rb") as opened:
+    with file.open("rb") as stream:
         for begin in (*(size * number // _BLOCKS for number in range(_BLOCKS)), max(0, size - _BLOCK)):
-            opened.seek(begin)
-            digest.update(opened.read(_BLOCK))
+            stream.seek(begin)
+            digest.update(stream.read(_BLOCK))
     return digest.hexdigest()

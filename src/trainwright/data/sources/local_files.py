@@ -113,8 +113,8 @@ def describe_missing_source(source: str, part: str = "") -> str:
         return f"{source} is a URL, and rows are read from files or the Hub; download it first, or mount its store"
     path = expand_user_path(source)
     if files := sorted(glob.glob(str(path))):
-        listed = ", ".join(f"{{source: {quote_flow_text(file + part)}}}" for file in files[:_NAMED])
-        how = f"give their directory, or a list of them such as '[{listed}]'"
+        listing = ", ".join(f"{{source: {quote_flow_text(file + part)}}}" for file in files[:_NAMED])
+        how = f"give their directory, or a list of them such as '[{listing}]'"
         return f"{path} is a pattern, which is not expanded ({format_plural(len(files), 'file')}); {how}"
     if not path.parent.is_dir():
         return f"{path}: no such directory {path.parent}"
@@ -178,7 +178,7 @@ def _find_directory_files(path: Path, selectors: list[str], key: str) -> SourceF
 
 def _note_unread_documents(path: Path, rows: list[Path]) -> list[str]:
     """Return a note about documents in a directory of row files, which are not read."""
-    others = sorted(
+    files = sorted(
         file.name
         for file in path.iterdir()
         if file.suffix.lower() in document_files.SUFFIXES
@@ -186,9 +186,9 @@ def _note_unread_documents(path: Path, rows: list[Path]) -> list[str]:
         and file.is_file()
         and not _is_about(file)
     )
-    if not others:
+    if not files:
         return []
-    names = f"{', '.join(others[:_NAMED])}{f' and {len(others) - _NAMED:,} more' if len(others) > _NAMED else ''}"
+    names = f"{', '.join(files[:_NAMED])}{f' and {len(files) - _NAMED:,} more' if len(files) > _NAMED else ''}"
     return [f"{path}: only the {parse_suffix(rows[0])} files are read, not {names}; to read another, give its path"]
 
 
@@ -208,9 +208,11 @@ def _list_subdirectories(path: Path) -> list[Path]:
     names = {"data", *_SPLITS}
     if any(file.suffix.lower() in document_files.SUFFIXES and not _is_about(file) for file in path.iterdir()):
         return []  # documents, with more of them in subdirectories
-    directories = sorted(each for each in path.iterdir() if each.is_dir() and each.name.lower() in names)
+    directories = sorted(child for child in path.iterdir() if child.is_dir() and child.name.lower() in names)
     rows = [
-        each for each in directories if any(parse_suffix(file) not in (".txt", ".md") for file in list_row_files(each))
+        child
+        for child in directories
+        if any(parse_suffix(file) not in (".txt", ".md") for file in list_row_files(child))
     ]
     return rows if len(rows) == len(directories) else []
 
@@ -220,21 +222,21 @@ def _choose_split_files(path: Path, files: list[Path], selectors: list[str], key
     splits: dict[str, list[Path]] = {}
     for file in files:
         splits.setdefault(_find_split(path, file), []).append(file)
-    unnamed = splits.pop("", [])
-    if unnamed and set(splits) - {_TRAIN}:
+    unnamed_files = splits.pop("", [])
+    if unnamed_files and set(splits) - {_TRAIN}:
         names = ", ".join(file.name for file in files)
         raise RequestError(
             f"{key}: {path} has splits and other files ({names}); give the path of the file to use, such as {files[-1]}"
         )
-    if unnamed and not selectors:
+    if unnamed_files and not selectors:
         return SourceFiles(files)
     if selectors[:-1]:
         raise RequestError(
             f"{key}: {path} has no configurations; give only a split, such as {path}:{next(iter(splits))}"
         )
-    chosen = _choose_split(path, splits, selectors, key)
-    _check_shards(splits[chosen], key)
-    return SourceFiles(splits[chosen], notes=_split_notes(path, chosen, list(splits)))
+    split = _choose_split(path, splits, selectors, key)
+    _check_shards(splits[split], key)
+    return SourceFiles(splits[split], notes=_split_notes(path, split, list(splits)))
 
 
 def _find_split(path: Path, file: Path) -> str:
@@ -260,8 +262,8 @@ def _choose_split(path: Path, splits: dict[str, Any], selectors: list[str], key:
 
 
 def _split_notes(path: Path, chosen: str, splits: list[str]) -> list[str]:
-    others = [f"{path}:{split}" for split in splits if split != chosen]
-    return [f"the split {chosen} of {path} is read; others are {', '.join(others)}"] if others else []
+    other_splits = [f"{path}:{split}" for split in splits if split != chosen]
+    return [f"the split {chosen} of {path} is read; others are {', '.join(other_splits)}"] if other_splits else []
 
 
 def _check_shards(files: list[Path], key: str) -> None:
@@ -285,10 +287,8 @@ def _find_saved_split(path: Path, selectors: list[str], key: str) -> SourceFiles
         raise RequestError(f"{key}: {file} lists no split that exists")
     if selectors[:-1]:
         raise RequestError(f"{key}: {path} has no configurations; give only a split, such as {path}:{splits[0]}")
-    chosen = _choose_split(path, dict.fromkeys(splits), selectors, key)
-    return SourceFiles(
-        _list_saved_files(path / chosen, [], key), complete=True, notes=_split_notes(path, chosen, splits)
-    )
+    split = _choose_split(path, dict.fromkeys(splits), selectors, key)
+    return SourceFiles(_list_saved_files(path / split, [], key), complete=True, notes=_split_notes(path, split, splits))
 
 
 def _list_saved_files(path: Path, selectors: list[str], key: str) -> list[Path]:
@@ -296,16 +296,16 @@ def _list_saved_files(path: Path, selectors: list[str], key: str) -> list[Path]:
     if selectors:
         raise RequestError(f"{key}: {path} is a dataset without splits; remove :{':'.join(selectors)}")
     file = path / "state.json"
-    listed = _read_json(file, key).get("_data_files")
-    names = [each.get("filename") if isinstance(each, dict) else None for each in listed or ()]
+    entries = _read_json(file, key).get("_data_files")
+    names = [item.get("filename") if isinstance(item, dict) else None for item in entries or ()]
     if not names:
         raise RequestError(f"{key}: {file} lists no files, so the dataset cannot be read")
     if outside := [name for name in names if not _is_name(name)]:
         raise RequestError(f"{key}: {file} lists {str(outside[0])[:200]!r}, which is not a file name in this directory")
     files = [path / str(name) for name in names]
-    if gone := [each.name for each in files if not each.is_file()]:
+    if gone := [item.name for item in files if not item.is_file()]:
         raise RequestError(f"{key}: {path} is incomplete; missing: {', '.join(gone[:3])}")
-    if odd := [each.name for each in files if parse_suffix(each) != ".arrow"]:
+    if odd := [item.name for item in files if parse_suffix(item) != ".arrow"]:
         raise RequestError(f"{key}: {file} lists {odd[0]}, which is not an .arrow file")
     return files
 
@@ -331,24 +331,26 @@ def _read_configs(path: Path) -> list[dict[str, Any]]:
     file = path / "README.md"
     if not file.is_file():
         return []
-    with file.open("rb") as opened:
-        text = opened.read(_README_BYTES).decode(errors="replace")
+    with file.open("rb") as stream:
+        text = stream.read(_README_BYTES).decode(errors="replace")
     if not text.startswith("---"):
         return []
-    header, ended, _ = text[3:].partition("\n---")
+    header, marker, _ = text[3:].partition("\n---")
     try:
-        about = parse_mapping(header if ended else "", str(file)).values
+        about = parse_mapping(header if marker else "", str(file)).values
     except RequestError:
         return []
     configs = about.get("configs")
     return (
-        [one for one in configs if isinstance(one, dict) and one.get("data_files")] if isinstance(configs, list) else []
+        [config for config in configs if isinstance(config, dict) and config.get("data_files")]
+        if isinstance(configs, list)
+        else []
     )
 
 
 def _choose_config_files(path: Path, configs: list[dict[str, Any]], selectors: list[str], key: str) -> SourceFiles:
-    by_name = {str(one.get("config_name", "default")): one for one in configs}
-    usual = [name for name, one in by_name.items() if one.get("default") is True or name == "default"]
+    by_name = {str(item.get("config_name", "default")): item for item in configs}
+    usual = [name for name, item in by_name.items() if item.get("default") is True or name == "default"]
     config = selectors[0] if len(selectors) == 2 else next(iter(usual), next(iter(by_name)))
     if config not in by_name or (len(selectors) < 2 and len(by_name) > 1 and not usual):
         names = ", ".join(by_name)
@@ -357,15 +359,17 @@ def _choose_config_files(path: Path, configs: list[dict[str, Any]], selectors: l
         )
     splits: dict[str, list[Any]] = {}
     data_files = by_name[config]["data_files"]
-    for one in data_files if isinstance(data_files, list) else [data_files]:
-        split, pattern = (one.get("split", _TRAIN), one.get("path")) if isinstance(one, dict) else (_TRAIN, one)
+    for item in data_files if isinstance(data_files, list) else [data_files]:
+        split, pattern = (item.get("split", _TRAIN), item.get("path")) if isinstance(item, dict) else (_TRAIN, item)
         splits.setdefault(str(split), []).extend(pattern if isinstance(pattern, list) else [pattern])
-    chosen = _choose_split(path, splits, selectors[-1:], key)
-    files = [file for pattern in splits[chosen] for file in _list_matching(path, pattern, key)]
+    chosen_split = _choose_split(path, splits, selectors[-1:], key)
+    files = [file for pattern in splits[chosen_split] for file in _list_matching(path, pattern, key)]
     if not files:
-        raise RequestError(f"{key}: {path} has no file {', '.join(map(str, splits[chosen]))}, of the split {chosen}")
+        raise RequestError(
+            f"{key}: {path} has no file {', '.join(map(str, splits[chosen_split]))}, of the split {chosen_split}"
+        )
     _check_shards(files, key)
-    return SourceFiles(list(dict.fromkeys(files)), notes=_split_notes(path, chosen, list(splits)))
+    return SourceFiles(list(dict.fromkeys(files)), notes=_split_notes(path, chosen_split, list(splits)))
 
 
 def _list_matching(path: Path, pattern: Any, key: str) -> list[Path]:
@@ -391,6 +395,6 @@ def _refuse_model(path: Path, key: str) -> None:
 def _list_documents(path: Path, key: str, what: str = f"{', '.join(SUFFIXES)} file") -> list[Path]:
     if files := document_files.list_documents(path):
         return files
-    there = sorted({file.suffix.lower() for file in path.iterdir() if file.is_file() and file.suffix})
-    only = f"; it has {', '.join(there[:8])} files, which are not supported" if there else ""
+    suffixes = sorted({file.suffix.lower() for file in path.iterdir() if file.is_file() and file.suffix})
+    only = f"; it has {', '.join(suffixes[:8])} files, which are not supported" if suffixes else ""
     raise RequestError(f"{key}: {path} has no {what}, and no text, Markdown, code or .docx file{only}")

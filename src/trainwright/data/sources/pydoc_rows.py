@@ -90,8 +90,8 @@ def build_pydoc_pairs() -> list[dict[str, str]]:
     """
     rows = build_pydoc_rows()
     return [
-        {"prompt": row["question"], "chosen": row["answer"], "rejected": other["answer"]}
-        for row, other in zip(rows, [*rows[1:], *rows[:1]], strict=True)
+        {"prompt": row["question"], "chosen": row["answer"], "rejected": next_row["answer"]}
+        for row, next_row in zip(rows, [*rows[1:], *rows[:1]], strict=True)
     ]
 
 
@@ -123,14 +123,14 @@ def _clean_docstring(text: str) -> str:
     """Dedent a docstring, strip trailing spaces, and keep whole paragraphs up to ``LONGEST_ANSWER`` characters."""
     text = "\n".join(line.rstrip() for line in inspect.cleandoc(text).splitlines())
     paragraphs = [part for part in re.split(r"\n{2,}", text) if part.strip()]
-    chosen: list[str] = []
+    selection: list[str] = []
     length = 0
     for paragraph in paragraphs:
         length += len(paragraph) + 2
-        if chosen and length > LONGEST_ANSWER:
+        if selection and length > LONGEST_ANSWER:
             break
-        chosen.append(paragraph)
-    answer = "\n\n".join(chosen)
+        selection.append(paragraph)
+    answer = "\n\n".join(selection)
     if len(answer) > LONGEST_ANSWER:  # one long paragraph: keep whole lines of it
         answer = answer[: answer.rfind("\n", 0, LONGEST_ANSWER)] if "\n" in answer[:LONGEST_ANSWER] else ""
     return answer.strip()
@@ -191,9 +191,9 @@ def _iterate_topics() -> Iterator[tuple[str, str, str]]:
     for name, text in sorted(topics.items()):
         # The first lines are a heading, underlined with stars, equals signs or dashes; it becomes the question.
         lines = text.strip().splitlines()
-        ruled = len(lines) > 1 and re.fullmatch(r"[*=\-\"^~]{3,}", lines[1].strip())
-        title = lines[0].strip() if ruled else name
-        body = "\n".join(lines[2:] if ruled else lines)
+        has_rule = len(lines) > 1 and re.fullmatch(r"[*=\-\"^~]{3,}", lines[1].strip())
+        title = lines[0].strip() if has_rule else name
+        body = "\n".join(lines[2:] if has_rule else lines)
         yield "topic", _format_topic_title(title), body
 
 

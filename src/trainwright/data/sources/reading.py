@@ -178,7 +178,7 @@ def iterate_source(
         raise RequestError(f"{key}: {source}: the rows are not counted before they are read; slice it by row numbers")
     name, begin, end = _parse_bounds(source, limit, key, documents)
     source_files = find_source_files(name, key, documents)
-    placed: Iterator[tuple[str, Row]]
+    placed_rows: Iterator[tuple[str, Row]]
     if source_files is None:
         is_stream = stream and find_registered_source(name, key) is None
         every = (
@@ -187,10 +187,10 @@ def iterate_source(
         return ((f"{name}: row {number}", dict(row)) for number, row in enumerate(every, begin + 1))
     files = source_files.files if stream else source_files.usable()
     if _are_tables(source_files.files):
-        placed = chain.from_iterable(map(_iterate_table_rows, files))
+        placed_rows = chain.from_iterable(map(_iterate_table_rows, files))
     else:
-        placed = _iterate_placed_rows(files, source_files.documents)
-    return islice(placed, begin, end)
+        placed_rows = _iterate_placed_rows(files, source_files.documents)
+    return islice(placed_rows, begin, end)
 
 
 def check_source(source: str, key: str = "data.train", documents: bool = False) -> list[Row]:
@@ -257,13 +257,11 @@ def list_media_notes(rows: Dataset, columns: Sequence[str]) -> list[str]:
             continue
         column = rows.data.column(name)
         lists = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-        there = pc.greater(pc.list_value_length(column), 0) if lists else pc.is_valid(column)
-        if count := pc.sum(there).as_py():
+        mask = pc.greater(pc.list_value_length(column), 0) if lists else pc.is_valid(column)
+        if count := pc.sum(mask).as_py():
             media = _MEDIA[name.lower()]
-            what = f"have {media} in the column {name}"
-            notes.append(
-                f"{format_clause(count, 'row', what)}: only text is trained on, and a text such as <image> stays in it"
-            )
+            rows = format_clause(count, "row", f"have {media} in the column {name}")
+            notes.append(f"{rows}: only text is trained on, and a text such as <image> stays in it")
     return notes
 
 
@@ -322,9 +320,9 @@ def _iterate_batches(file: Path, rows: int = 8192) -> Iterator[pa.Table]:
             _check_names(file, table.column_names)
             yield from (table.slice(begin, rows) for begin in range(0, table.num_rows, rows))
             return
-        with pq.ParquetFile(file) as opened:
-            _check_names(file, opened.schema_arrow.names)
-            for batch in opened.iter_batches(batch_size=rows):
+        with pq.ParquetFile(file) as parquet_file:
+            _check_names(file, parquet_file.schema_arrow.names)
+            for batch in parquet_file.iter_batches(batch_size=rows):
                 yield pa.Table.from_batches([batch])
     except (pa.ArrowException, OSError) as error:
         kind = "an Arrow file" if parse_suffix(file) == ".arrow" else "a Parquet file"
@@ -362,9 +360,9 @@ def _to_rows(file: Path, table: pa.Table) -> list[Row]:
             why = "a map has a key twice; keep one of them" if isinstance(error, KeyError) else error
             raise RequestError(f"{file}: the column {name} cannot be read: {why}") from None
     rows: list[Row] = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    decoded = [column.name for column in table.schema if _is_json(column.type)]
-    for row in rows if decoded else ():
-        row.update(join_text_content({name: row[name] for name in decoded}))
+    json_columns = [column.name for column in table.schema if _is_json(column.type)]
+    for row in rows if json_columns else ():
+        row.update(join_text_content({name: row[name] for name in json_columns}))
     return rows
 
 
@@ -455,8 +453,10 @@ def _build_table(files: Sequence[Path], limit: int | None, narrowing: Narrowing 
                 raise
             columns = list(dict.fromkeys(name for table in tables() for name in table.column_names))
             first = _to_rows(files[0], next(tables()).slice(0, _FIRST))
-            used = narrowing(columns, first)(dict.fromkeys(columns, True)).keys()
-            return join(_drop_values(table, [name for name in columns if name not in used]) for table in tables())
+            used_columns = narrowing(columns, first)(dict.fromkeys(columns, True)).keys()
+            return join(
+                _drop_values(table, [name for name in columns if name not in used_columns]) for table in tables()
+            )
     except pa.ArrowException as error:
         raise RequestError(f"{files[0].parent}: the files' columns differ in type: {error}") from None
 
@@ -517,9 +517,9 @@ def _read_chunk(rows: Iterator[PlacedRow]) -> list[PlacedRow]:
     """Return the next rows, fewer if their texts are long."""
     chunk: list[PlacedRow] = []
     characters = 0
-    for placed in islice(rows, _CHUNK_ROWS):
-        chunk.append(placed)
-        characters += sum(len(value) for value in placed[1].values() if isinstance(value, str))
+    for placed_row in islice(rows, _CHUNK_ROWS):
+        chunk.append(placed_row)
+        characters += sum(len(value) for value in placed_row[1].values() if isinstance(value, str))
         if characters > _CHUNK_CHARACTERS:
             break
     return chunk
@@ -529,14 +529,14 @@ def join_tables(tables: Iterable[pa.Table]) -> pa.Table:
     """Concatenate tables with the union of their columns; data over 64 MiB goes to unnamed memory-mapped files."""
     import pyarrow as pa
 
-    joined: list[pa.Table] = []
+    spilled_tables: list[pa.Table] = []
     in_memory: list[pa.Table] = []
     for table in tables:
         in_memory.append(table)
         if sum(part.nbytes for part in in_memory) > _SPILL_BYTES:
-            joined.append(_spill_table(pa.concat_tables(in_memory, promote_options="permissive")))
+            spilled_tables.append(_spill_table(pa.concat_tables(in_memory, promote_options="permissive")))
             in_memory = []
-    parts = joined + in_memory
+    parts = spilled_tables + in_memory
     return pa.concat_tables(parts, promote_options="permissive") if parts else pa.table({})
 
 
@@ -556,20 +556,19 @@ def _spill_table(table: pa.Table) -> pa.Table:
 
 def _explain(rows: Iterator[PlacedRow], error: Exception) -> RequestError:
     """Return an error about the first two values whose types differ."""
-    seen: dict[str, tuple[str, str]] = {}
-    here = ""
-    for here, row in rows:
+    first_kinds: dict[str, tuple[str, str]] = {}
+    origin = ""
+    for origin, row in rows:
         for field, value in iterate_leaves("", row):
             if field.endswith(_PARTS) and isinstance(value, list) and (why := describe_not_text(value, named=True)):
-                return RequestError(f"{here}: {field} {why}")
+                return RequestError(f"{origin}: {field} {why}")
             if isinstance(value, int) and not -(2**63) <= value < 2**63:
-                return RequestError(f"{here}: {field} is a number of more than 64 bits; write it as text")
-            kind, location = seen.setdefault(field, (describe_type(value), here))
+                return RequestError(f"{origin}: {field} is a number of more than 64 bits; write it as text")
+            kind, location = first_kinds.setdefault(field, (describe_type(value), origin))
             if kind != describe_type(value):
-                return RequestError(
-                    f"{here}: {field} is {describe_type(value)} here and {kind} at {location}; use one type in all rows"
-                )
-    return RequestError(f"{here}: the rows do not fit one table: {error}")
+                types = f"is {describe_type(value)} here and {kind} at {location}"
+                return RequestError(f"{origin}: {field} {types}; use one type in all rows")
+    return RequestError(f"{origin}: the rows do not fit one table: {error}")
 
 
 def join_text_content(row: Row) -> Row:

@@ -84,10 +84,10 @@ def find_registered_source(name: str, key: str = "data.train") -> Source | None:
         if path.exists() or (head.is_dir() and not (head / "__init__.py").is_file()):
             return None
     try:
-        registered: Source | None = SOURCES.find(name)
+        source: Source | None = SOURCES.find(name)
     except RequestError as error:
         raise RequestError(f"{key}: {error}") from error
-    return registered
+    return source
 
 
 _BOUND = r"([0-9]+|[0-9]*\.[0-9]+(?=%))(%?)"
@@ -112,8 +112,8 @@ def load_registered_rows(name: str) -> list[Row]:
     file = find_cache_root() / "datasets" / "built-in" / f"{digest}.json"
     if source.keep:
         try:
-            cached: list[Row] = json.loads(file.read_text(encoding="utf-8"))
-            return cached
+            cached_rows: list[Row] = json.loads(file.read_text(encoding="utf-8"))
+            return cached_rows
         except (OSError, ValueError):
             pass
     try:

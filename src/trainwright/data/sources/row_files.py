@@ -116,9 +116,9 @@ def _iterate_values(path: Path) -> Iterator[LocatedRow]:
 
 
 def _iterate_objects(path: Path, text: str, position: int) -> Iterator[LocatedRow]:
-    line, counted = 1, 0
+    line, last_position = 1, 0
     while position < len(text):
-        line, counted = line + text.count("\n", counted, position), position
+        line, last_position = line + text.count("\n", last_position, position), position
         value, end = _parse_value(path, text, position)
         yield line, _check_row(path, line, value, text[position:end])
         position = _skip_space(text, end)
@@ -126,13 +126,13 @@ def _iterate_objects(path: Path, text: str, position: int) -> Iterator[LocatedRo
 
 def _iterate_array(path: Path, text: str, start: int) -> Generator[LocatedRow, None, int]:
     """Yield the items of a list as rows; return the position after the list."""
-    position, line, counted = _skip_space(text, start + 1), 1, 0
+    position, line, last_position = _skip_space(text, start + 1), 1, 0
     mark = text[position : position + 1]
     if mark == "]":
         return position + 1
     texts = mark == '"'  # a plain list of texts, the format of the MUSE data
     while True:
-        line, counted = line + text.count("\n", counted, position), position
+        line, last_position = line + text.count("\n", last_position, position), position
         value, end = _parse_value(path, text, position)
         row = {"text": value} if texts and isinstance(value, str) else value
         yield line, _check_row(path, line, row, text[position:end])
@@ -292,8 +292,8 @@ def _parse_value(path: Path, text: str, position: int, line: int | None = None) 
     except json.JSONDecodeError as error:
         at = text[error.pos : error.pos + 1]
         unseen = "" if at.isprintable() or at in "\t\r\n" else f" at the invisible character U+{ord(at):04X}; remove it"
-        where = f"{path}:{line or error.lineno}"
-        raise RequestError(f"{where}: not JSON: {error.msg} (column {error.colno}){unseen}") from None
+        location = f"{path}:{line or error.lineno}"
+        raise RequestError(f"{location}: not JSON: {error.msg} (column {error.colno}){unseen}") from None
     except (RecursionError, ValueError) as error:
         why = _TOO_DEEP if isinstance(error, RecursionError) else f"not JSON: {error}"
         raise RequestError(f"{path}:{line or text.count(chr(10), 0, position) + 1}: {why}") from None
@@ -398,8 +398,8 @@ def describe_type(value: object) -> str:
     if isinstance(value, bool):
         return "true or false"
     names = {str: "text", int: "a number", float: "a number", list: "a list", dict: "an object", bytes: "bytes"}
-    other = "empty (null)" if value is None else f"a value of type {type(value).__name__}"
-    return next((name for kind, name in names.items() if isinstance(value, kind)), other)
+    fallback = "empty (null)" if value is None else f"a value of type {type(value).__name__}"
+    return next((name for kind, name in names.items() if isinstance(value, kind)), fallback)
 
 
 def _refuse_json(path: Path, text: str, position: int, reason: str) -> RequestError:

@@ -96,12 +96,12 @@ class Shards:
         import mmap
 
         shard = int(self.begins.searchsorted(begin, side="right")) - 1
-        mapped = self.files[shard].base
-        if isinstance(mapped, mmap.mmap):
+        memory_map = self.files[shard].base
+        if isinstance(memory_map, mmap.mmap):
             width, offset = self.files[shard].itemsize, int(self.begins[shard])
             first = (begin - offset) * width // mmap.PAGESIZE * mmap.PAGESIZE
             length = min(end - offset, len(self.files[shard])) * width - first
-            mapped.madvise(mmap.MADV_WILLNEED, first, length)
+            memory_map.madvise(mmap.MADV_WILLNEED, first, length)
 
     @classmethod
     def open(cls, directory: Path, key: str = "data.train") -> Shards:
@@ -123,18 +123,18 @@ class Shards:
             entries["end"] += begins[-1]
             indices.append(entries)
             begins.append(begins[-1] + shard["tokens"])
-        joined = np.concatenate(indices)
-        ends, digests = joined["end"].astype(np.int64), joined["digest"].astype(np.uint64)
+        joined_index = np.concatenate(indices)
+        ends, digests = joined_index["end"].astype(np.int64), joined_index["digest"].astype(np.uint64)
         return cls(directory, about, tuple(files), np.asarray(begins, dtype=np.int64), ends, digests)
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase, key: str = "data.train") -> None:
         """Raise RequestError unless the shards were made with this tokenizer."""
-        stored = self.about["tokenizer"]
-        if stored["fingerprint"] != fingerprint_tokenizer(tokenizer):
+        entry = self.about["tokenizer"]
+        if entry["fingerprint"] != fingerprint_tokenizer(tokenizer):
             raise RequestError(
-                f"{key}: {self.directory} was made with another tokenizer ({stored['name']}, {stored['vocabulary']:,} "
+                f"{key}: {self.directory} was made with another tokenizer ({entry['name']}, {entry['vocabulary']:,} "
                 f"tokens) than the model's ({describe_tokenizer(tokenizer)}, {len(tokenizer):,} tokens); tokenize the "
-                f"text again, or set model.tokenizer to {stored['name']}"
+                f"text again, or set model.tokenizer to {entry['name']}"
             )
 
 

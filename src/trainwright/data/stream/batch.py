@@ -55,12 +55,12 @@ class Batch:
 
     def to(self, device: torch.device) -> Batch:
         """Return the same batch on ``device``, except for its boundaries."""
-        moved: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, torch.Tensor) and field.name != "boundaries":
-                moved[field.name] = copy_to_device(value, device)
-        return replace(self, **moved)
+                tensors[field.name] = copy_to_device(value, device)
+        return replace(self, **tensors)
 
 
 def collate(dataset: TokenDataset, micro: MicroBatch, *, packed: bool, pad_token_id: int) -> Batch:
@@ -75,7 +75,7 @@ def collate(dataset: TokenDataset, micro: MicroBatch, *, packed: bool, pad_token
     layout = build_flat_layout(pairs, lengths) if packed else build_padded_layout(pairs, lengths, pad_token_id)
     input_ids, position_ids, flags, mask = layout
     # A token is predicted at the position before it; the first token of a sequence is never predicted.
-    predicted = np.flatnonzero(flags.reshape(-1) & (position_ids.reshape(-1) > 0))
+    target_positions = np.flatnonzero(flags.reshape(-1) & (position_ids.reshape(-1) > 0))
     boundaries = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)) if packed else None
     return Batch(
         input_ids=torch.from_numpy(input_ids),
@@ -83,8 +83,8 @@ def collate(dataset: TokenDataset, micro: MicroBatch, *, packed: bool, pad_token
         lengths=tuple(lengths),
         boundaries=boundaries,
         attention_mask=None if mask is None else torch.from_numpy(mask),
-        target_index=torch.from_numpy(predicted - 1),
-        targets=torch.from_numpy(input_ids.reshape(-1)[predicted]),
+        target_index=torch.from_numpy(target_positions - 1),
+        targets=torch.from_numpy(input_ids.reshape(-1)[target_positions]),
         longest=max(lengths),
         tokens=sum(lengths),
         weight=micro.weight,

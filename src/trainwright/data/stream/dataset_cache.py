@@ -109,21 +109,21 @@ def prepare(
     identity = digest_tokenizer(tokenizer)
     key = root / "keys" / f"{digest_value([kind.name, build_source_key(data, seed, identity)])}.json"
     with explain_cache_errors(root, CANNOT_STORE):
-        cached = retry_stale(lambda: _find(root, key))
-        if cached is None:
+        entry = retry_stale(lambda: _find(root, key))
+        if entry is None:
             key.parent.mkdir(parents=True, exist_ok=True)
             waiting = "waiting for another process that prepares the same data"
             with lock_file(key.with_suffix(".lock"), waiting) as alone:
                 if alone:
                     remove_remnants(key)
                 os.listdir(key.parent)  # asks the server of a shared file system again
-                cached = retry_stale(lambda: _find(root, key)) or _build(
+                entry = retry_stale(lambda: _find(root, key)) or _build(
                     root, key, data, tokenizer, kind, seed, identity
                 )
-    prepared, format_ = cached
+    prepared_data, format_ = entry
     if format_ not in PLAIN:
         install_template(tokenizer)
-    return prepared
+    return prepared_data
 
 
 def _find(root: Path, key: Path) -> tuple[PreparedData, str] | None:
@@ -181,9 +181,9 @@ def _build(
         how = "made now"
 
     # Other keys may have the same fingerprint, so it has a lock of its own.
-    opened = build_once(directory, lambda: _open(directory, how), make)
+    entry = build_once(directory, lambda: _open(directory, how), make)
     write_file(key, json.dumps({"fingerprint": fingerprint}))
-    return opened
+    return entry
 
 
 def digest_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -224,22 +224,22 @@ def tokenize_and_split(
         sources = [tokenized(source, key) for source, key in zip(data.sources, keys, strict=True)]
         _check_alike(sources, keys)
         names = [key.removeprefix("data.") for key in keys]
-        used = select_used_rows(sources)
-        for key, own in zip(keys, used, strict=True):
-            if not len(own):
+        used_indices = select_used_rows(sources)
+        for key, indices in zip(keys, used_indices, strict=True):
+            if not len(indices):
                 raise RequestError(
                     f"{key}: all rows repeat those of earlier sources (data.deduplicate); remove the source"
                 )
         lines = [line for rows, name in zip(sources, names, strict=True) for line in rows.summary(name)]
         shares_held_out = compute_validation_sizes(
-            data, [_count_examples([pair]) for pair in zip(sources, used, strict=True)]
+            data, [_count_examples([pair]) for pair in zip(sources, used_indices, strict=True)]
         )
         train: Chosen = []
         held_out: Chosen = []
-        for rows, own, share in zip(sources, used, shares_held_out, strict=True):
-            trained, aside = split(rows.hashes[own], share, seed)
-            train.append((rows, own[trained]))
-            held_out.append((rows, own[aside]))
+        for rows, indices, share in zip(sources, used_indices, shares_held_out, strict=True):
+            train_indices, aside = split(rows.hashes[indices], share, seed)
+            train.append((rows, indices[train_indices]))
+            held_out.append((rows, indices[aside]))
         separate = {key: tokenized(source, key) for source, key in data.validation_sources}
         used_apart = {
             key: select_used_rows([rows])[0] for key, rows in separate.items()
@@ -260,7 +260,7 @@ def tokenize_and_split(
         mixture = None
         if len(sources) > 1:
             mixture = build_mixture(
-                data, [len(rows.list_sequences(chosen)) // rows.sequences_per_example for rows, chosen in train]
+                data, [len(rows.list_sequences(selection)) // rows.sequences_per_example for rows, selection in train]
             )
             lines += describe_mixture(data, mixture)
         if validation_rows and (len(sources) > 1 or separate) and (both := _count_in_both(train, validation_rows)):
@@ -268,17 +268,19 @@ def tokenize_and_split(
         report = sources[0].report() if len(sources) == 1 else _join_reports(sources)
         counts = [_write(directory / "train", train, report, mixture)]
         if validation_rows:
-            measured = [*(sources if data.held_out is not None else []), *separate.values()]
-            report = measured[0].report() if len(measured) == 1 else _join_reports(measured)
+            validation_sources = [*(sources if data.held_out is not None else []), *separate.values()]
+            report = (
+                validation_sources[0].report() if len(validation_sources) == 1 else _join_reports(validation_sources)
+            )
             counts.append(_write(directory / "validation", validation_rows, report, None))
             np.save(directory / HELD_OUT, _number_rows(validation_rows))
     lines.append(_split_line(counts, ", ".join(hows)))
-    named = {name: _count_examples(chosen) for name, chosen in sets.items() if name}
-    if named:
-        lines.append("validation sets: " + ", ".join(f"{count:,} of {name}" for name, count in named.items()))
+    set_sizes = {name: _count_examples(selection) for name, selection in sets.items() if name}
+    if set_sizes:
+        lines.append("validation sets: " + ", ".join(f"{count:,} of {name}" for name, count in set_sizes.items()))
     # The layout determines whether a template is needed: for a mixture, a conversation layout if there is one.
     layout = next((rows.format for rows in sources if rows.format not in PLAIN), sources[0].format)
-    return {"summary": lines, "format": layout, "validation": bool(validation_rows), "sets": named}
+    return {"summary": lines, "format": layout, "validation": bool(validation_rows), "sets": set_sizes}
 
 
 def list_validation_parts(data: DataSection) -> list[tuple[SourceSection, str]]:
@@ -297,14 +299,17 @@ def select_used_rows(sources: Sequence[TokenRows]) -> list[Indices]:
     before them in any of the sources.
     """
     hashes = [rows.hashes for rows in sources]
-    indices = [np.arange(len(own), dtype=np.int64) for own in hashes]
+    indices = [np.arange(len(source_hashes), dtype=np.int64) for source_hashes in hashes]
     if not any(rows.compares_targets for rows in sources):
         return indices
     first = np.zeros(sum(map(len, hashes)), dtype=np.bool_)
     first[np.unique(np.concatenate(hashes), return_index=True)[1]] = True
-    indices = [np.flatnonzero(part) for part in np.split(first, np.cumsum([len(own) for own in hashes])[:-1])]
-    for rows, own, part in zip(sources, hashes, indices, strict=True):
-        rows.repeats = len(own) - len(part)
+    indices = [
+        np.flatnonzero(part)
+        for part in np.split(first, np.cumsum([len(source_hashes) for source_hashes in hashes])[:-1])
+    ]
+    for rows, source_hashes, part in zip(sources, hashes, indices, strict=True):
+        rows.repeats = len(source_hashes) - len(part)
     return indices
 
 
@@ -360,10 +365,10 @@ def describe_mixture(data: DataSection, mixture: Sequence[MixturePart]) -> list[
 
 def _count_in_both(train: Chosen, validation_rows: Chosen) -> int:
     """Return the number of held-out rows that are also in the training data."""
-    trained, aside = (
-        np.concatenate([rows.hashes[indices] for rows, indices in chosen]) for chosen in (train, validation_rows)
+    train_hashes, aside = (
+        np.concatenate([rows.hashes[indices] for rows, indices in selection]) for selection in (train, validation_rows)
     )
-    return len(np.intersect1d(trained, aside))
+    return len(np.intersect1d(train_hashes, aside))
 
 
 def _join_reports(sources: Sequence[TokenRows]) -> dict[str, Any]:
@@ -375,7 +380,7 @@ def _join_reports(sources: Sequence[TokenRows]) -> dict[str, Any]:
     return {
         **counts,
         "source": " + ".join(report["source"] for report in reports),
-        "format": next((one["format"] for one in reports if one["format"] not in PLAIN), reports[0]["format"]),
+        "format": next((report["format"] for report in reports if report["format"] not in PLAIN), reports[0]["format"]),
         "longest": max(report["longest"] for report in reports),
         "left_out": {why: count for report in reports for why, count in report["left_out"].items()},
         "parts": reports,
@@ -387,9 +392,9 @@ def _write(
 ) -> tuple[int, int]:
     """Write a dataset; return its numbers of examples and tokens."""
     parts = [(rows.spool, rows.list_sequences(chosen_rows)) for rows, chosen_rows in chosen]
-    each = chosen[0][0].sequences_per_example
-    tokens = write_dataset(directory, parts, each, report, mixture)
-    return sum(len(sequences) for _, sequences in parts) // each, tokens
+    sequences_per_example = chosen[0][0].sequences_per_example
+    tokens = write_dataset(directory, parts, sequences_per_example, report, mixture)
+    return sum(len(sequences) for _, sequences in parts) // sequences_per_example, tokens
 
 
 def _split_line(counts: Sequence[tuple[int, int]], how: str) -> str:
@@ -416,9 +421,9 @@ def split(
         RequestError: no examples would remain for training or for validation.
     """
     total = len(hashes)
-    everything = np.arange(total, dtype=np.int64)
+    all_indices = np.arange(total, dtype=np.int64)
     if not validation:
-        return everything, everything[:0]
+        return all_indices, all_indices[:0]
     size = max(1, round(validation * total)) if isinstance(validation, float) else int(validation)
     if size >= total:
         raise RequestError(
@@ -441,7 +446,7 @@ def split(
             f"data.validation: too many duplicates to hold out {size:,} examples; remove the duplicates, or set it "
             "to null"
         )
-    return everything[~in_validation], everything[in_validation]
+    return all_indices[~in_validation], all_indices[in_validation]
 
 
 def _compute_rank(content: bytes) -> int:

@@ -51,7 +51,10 @@ class Stages:
             return None
         weights = data.list_stage_weights(count_source_examples(dataset))
         stages = zip(weights, data.stages, strict=True)
-        return cls(tuple(Stage(own, stage.end, stage.max_length) for own, stage in stages), recipe.train.end)
+        return cls(
+            tuple(Stage(stage_weights, stage.end, stage.max_length) for stage_weights, stage in stages),
+            recipe.train.end,
+        )
 
 
 class Mixed(Protocol):
@@ -112,14 +115,14 @@ class StagedOrder:
         """
         step, position, tokens = 0, 0, 0
         tokens_of = lengths() if "tokens" in {until.unit for until in self._ends()} else None
-        used = np.zeros(len(self._sizes), dtype=np.int64)
+        turn_counts = np.zeros(len(self._sizes), dtype=np.int64)
 
         def passed(until: Until | None) -> bool:
             return until is not None and (step if until.unit == "steps" else tokens) >= until.number
 
         for number, stage in enumerate(self._stages.stages):
             first, begin = step, position
-            self._starts.append(_Start(first, begin, used))
+            self._starts.append(_Start(first, begin, turn_counts))
             while not (passed(stage.until) or passed(self._stages.end)):
                 size = sizes.at(step)
                 if tokens_of is not None:
@@ -132,7 +135,7 @@ class StagedOrder:
                     f"data.stages[{number}].until: is reached by step {step:,}, before the stage begins; end it later, "
                     "or the stage before it earlier"
                 )
-            used = used + _compute_turns(stage.weights, position - begin, 0)[0]
+            turn_counts = turn_counts + _compute_turns(stage.weights, position - begin, 0)[0]
         return position
 
     def _ends(self) -> Iterator[Until]:
@@ -166,10 +169,10 @@ class StagedOrder:
 
     def _permute_source(self, source: int, size: int, key: str) -> Indices:
         """Return the order of a round of a source; the last one is cached."""
-        cached = self._rounds.get(source)
-        if cached is None or cached[0] != key:
-            cached = self._rounds[source] = (key, permute_indices(size, key))
-        return cached[1]
+        entry = self._rounds.get(source)
+        if entry is None or entry[0] != key:
+            entry = self._rounds[source] = (key, permute_indices(size, key))
+        return entry[1]
 
     def max_length(self, step: int) -> int | None:
         """Return the most tokens of a sequence in a step, if its windows are divided."""
@@ -216,6 +219,6 @@ def _compute_turns(weights: Sequence[float], begin: int, count: int) -> tuple[In
     sources = np.repeat(np.arange(len(shares)), limits - certain)
     numbers = np.concatenate([np.arange(low, high) for low, high in zip(certain, limits, strict=True)])
     order = np.lexsort((sources, (numbers + 0.5) / shares[sources]))
-    skipped = begin - int(certain.sum())
-    before = certain + np.bincount(sources[order[:skipped]], minlength=len(shares))
-    return before, sources[order[skipped : skipped + count]]
+    skip_count = begin - int(certain.sum())
+    before = certain + np.bincount(sources[order[:skip_count]], minlength=len(shares))
+    return before, sources[order[skip_count : skip_count + count]]

@@ -436,7 +436,7 @@ class Stream(Generic[Data]):
     def _order_epoch(self, epoch: int) -> npt.NDArray[np.int64]:
         """Return the order of one epoch; the last one is cached."""
         if self._order[0] != epoch:
-            size, paired = len(self.dataset), self.dataset.paired
+            size, pairing = len(self.dataset), self.dataset.paired
             order, key = np.arange(size, dtype=np.int64), self._key
             if self.settings.shuffle:
                 order = permute_indices(size, f"{key}/{epoch}")
@@ -444,7 +444,7 @@ class Stream(Generic[Data]):
                     order = draw_examples(self.dataset.mixture, epoch, key)[order]
             if self._streamed is not None:  # an epoch is a shard
                 order = order + epoch * size
-            if paired is not None:
-                order = order + size * draw_examples([MixturePart(paired.count, size)], epoch, f"{key}/companions")
+            if pairing is not None:
+                order = order + size * draw_examples([MixturePart(pairing.count, size)], epoch, f"{key}/companions")
             self._order = (epoch, order)
         return self._order[1]

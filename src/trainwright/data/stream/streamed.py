@@ -109,7 +109,7 @@ class SourceReader:
 
     def lines(self) -> list[str]:
         """Return what became of the rows so far, as lines of text."""
-        counts = ", ".join(f"{number:,} {what}" for what, number in self.counts.items() if number)
+        counts = ", ".join(f"{number:,} {label}" for label, number in self.counts.items() if number)
         return [f"rows so far: {counts}", *self.remarks.lines(), *self.notes]
 
     def examples(self, begin: Begin, processes: int = 1) -> Iterator[PlacedExample]:
@@ -141,8 +141,8 @@ class SourceReader:
         from trainwright.data.tokens.token_rows import RowEncoding, iterate_batches
 
         data, name = self.recipe.data, source.source
-        placed = iterate_source(name, source.limit, key, source.is_documents, stream=True)
-        first = list(islice(placed, _FIRST_ROWS))
+        placed_rows = iterate_source(name, source.limit, key, source.is_documents, stream=True)
+        first = list(islice(placed_rows, _FIRST_ROWS))
         if not first:
             raise RequestError(f"{key}: {name} has no rows")
         rows, columns = [row for _, row in first[:8]], list_columns(row for _, row in first)
@@ -150,30 +150,30 @@ class SourceReader:
         encoding = RowEncoding.of(source, self.tokenizer, data, kind, columns, rows, key=key)
         self.layout = encoding.layout
         unused = encoding.layout.unused(columns)
-        used = [column for column in columns if column not in unused]
-        known, places = set(columns), dict[int, str]()
+        used_columns = [column for column in columns if column not in unused]
+        known_columns, origins = set(columns), dict[int, str]()
 
         def needed() -> Iterator[tuple[int, dict[str, Any]]]:
-            for index, (place, row) in islice(enumerate(chain(first, placed)), begin, None):
-                if new := row.keys() - known:
-                    known.update(new)
-                    layout = kind.layout([*known], rows, source.rows, f"{key}: {place}")
+            for index, (origin, row) in islice(enumerate(chain(first, placed_rows)), begin, None):
+                if new := row.keys() - known_columns:
+                    known_columns.update(new)
+                    layout = kind.layout([*known_columns], rows, source.rows, f"{key}: {origin}")
                     if layout != encoding.layout or not new.isdisjoint(layout.used):
                         raise RequestError(
-                            f"{key}: {place}: has columns that would be used and that the first {_FIRST_ROWS:,} rows "
+                            f"{key}: {origin}: has columns that would be used and that the first {_FIRST_ROWS:,} rows "
                             "lack; put such a row first, so that all are read alike"
                         )
-                places[index] = place
-                yield index, {column: row.get(column) for column in used}
+                origins[index] = origin
+                yield index, {column: row.get(column) for column in used_columns}
 
         for batch in iterate_batches(needed()):
             spool = TokenSpool(None)
             token_rows = encoding.create_token_rows(spool)
             token_rows.encoding = self.remarks
-            encoding.take_in(batch, token_rows, places.__getitem__)
-            self._check(token_rows.largest[0], f"{key}: {places.get(-token_rows.largest[1])}")
+            encoding.take_in(batch, token_rows, origins.__getitem__)
+            self._check(token_rows.largest[0], f"{key}: {origins.get(-token_rows.largest[1])}")
             for index, _ in batch:
-                del places[index]
+                del origins[index]
             cut, without = token_rows.truncated, token_rows.without_target
             self.counts.update({"read": token_rows.rows, "cut to data.max_length": cut, "without a target": without})
             self.counts.update({f"left out: {why}": number for why, number in token_rows.left_out.items()})
@@ -247,8 +247,8 @@ class _Shards:
     @contextmanager
     def open_reading(self, ranks: World) -> Iterator[None]:
         """Let the ranks read the shards meanwhile; all of them must enter."""
-        here = f"{read_host_name()} {self.root}"
-        leader = ranks.gather(here).index(here)
+        host_root = f"{read_host_name()} {self.root}"
+        leader = ranks.gather(host_root).index(host_root)
         self._produces = leader == ranks.rank
         directory = self.root / f"{read_host_name()}-{os.getpid()}-{secrets.token_hex(4)}"
         with ExitStack() as stack:
@@ -315,7 +315,7 @@ class _Shards:
         self._end()
         for shard in self.directory.glob("[0-9]*"):
             shutil.rmtree(shard, ignore_errors=True)
-        nearest = max(known for known in self.begins if known <= number)
+        nearest = max(candidate for candidate in self.begins if candidate <= number)
         self._first = number
         self._producer = subprocess.Popen(
             [sys.executable, "-P", "-c", _PRODUCER, json.dumps(sys.path)],
@@ -397,7 +397,7 @@ class StreamedDataset(TokenDataset):
 
     def begin_of(self, position: int) -> dict[str, int]:
         """Return where the shard of a position of the stream begins, or the last one before it that is known."""
-        shard = max(known for known in self.shards.begins if known <= position // self.size)
+        shard = max(candidate for candidate in self.shards.begins if candidate <= position // self.size)
         return {"shard": shard, **self.shards.begins[shard]._asdict()}
 
     def resume(self, shard: int, **place: int) -> None:
@@ -411,7 +411,7 @@ class _ValidationData(DataSection):
     @property
     def source_keys(self) -> tuple[str, ...]:
         """Return the recipe keys of ``sources``, for messages."""
-        return tuple(f"data.validation.{one.name}" if one.name else "data.validation" for one in self.sources)
+        return tuple(f"data.validation.{source.name}" if source.name else "data.validation" for source in self.sources)
 
 
 def prepare_streamed(
@@ -446,7 +446,7 @@ def prepare_streamed(
     rows = {name: rows for name, rows in recipe.data.validation_sets.items() if isinstance(rows, SourceSection)}
     if not rows:
         return PreparedData(train, None, lines)
-    sources = [each.model_copy(update={"name": name or None}) for name, each in rows.items()]
+    sources = [section.model_copy(update={"name": name or None}) for name, section in rows.items()]
     changes = {"train": sources, "mixing": "concatenate", "validation": None, "streaming": None, "limit": None}
     validation = prepare_rows(_ValidationData.model_construct(**{**dict(recipe.data), **changes}))
     dataset = validation.train
@@ -459,13 +459,13 @@ def prepare_streamed(
 
 def _build_streamed(reader: SourceReader, cache: Path) -> StreamedDataset:
     recipe, tokenizer = reader.recipe, reader.tokenizer
-    own = recipe.data.model_copy(update={"validation": None, "accept_omissions": False, "mixing": "weights"})
-    keyed = list(zip(own.sources, own.source_keys, strict=True))
+    data = recipe.data.model_copy(update={"validation": None, "accept_omissions": False, "mixing": "weights"})
+    keyed_sources = list(zip(data.sources, data.source_keys, strict=True))
     settings = {
-        **select_settings(own, recipe.train.seed),
+        **select_settings(data, recipe.train.seed),
         "streamed": [_VERSION, reader.streaming.buffer_size, recipe.spec.corpus, recipe.spec.needs(recipe).full],
-        "kinds": [look_up_reader(recipe, key).name for _, key in keyed],
-        "content": [digest_content(source, key, sampled=True) for source, key in keyed],
+        "kinds": [look_up_reader(recipe, key).name for _, key in keyed_sources],
+        "content": [digest_content(source, key, sampled=True) for source, key in keyed_sources],
         "tokenizer": digest_tokenizer(tokenizer),
     }
     examples = islice(reader.examples(Begin()), _SAMPLE)
@@ -497,8 +497,8 @@ def main() -> None:
         pickle.dump((error.exit_code, str(error)), answer)
     except Exception as error:
         traceback.print_exc()
-        what = f"tokenizing while training failed: {type(error).__name__}: {error}"
-        pickle.dump((EXIT_TRAINING, what), answer)
+        message = f"tokenizing while training failed: {type(error).__name__}: {error}"
+        pickle.dump((EXIT_TRAINING, message), answer)
     answer.flush()
     os._exit(EXIT_TRAINING)
 
@@ -527,7 +527,7 @@ def _write(shard: Path, examples: Sequence[PlacedExample], sizes: dict[Path, int
     """Write a shard as soon as all those that are there take at most ``most`` bytes; ``sizes`` are those so far."""
     dataset = TokenDataset.from_examples((example[1:] for example in examples), "shard")
     size = dataset.tokens.nbytes + dataset.targets.nbytes + dataset.offsets.nbytes + _FILES_BYTES
-    while sum(bytes for other, bytes in sizes.items() if other.exists()) + size > most:
+    while sum(bytes for other_shard, bytes in sizes.items() if other_shard.exists()) + size > most:
         time.sleep(_ROOM_SECONDS)
     sizes[shard] = size
     scratch = shard.with_name(f".{shard.name}")

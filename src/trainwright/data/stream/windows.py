@@ -89,9 +89,9 @@ class WindowDataset(TokenDataset):
     @classmethod
     def of(cls, parts: Sequence[Spans], mixture: tuple[MixturePart, ...] | None) -> WindowDataset:
         """Return a dataset of the windows of several corpora, sampled by the shares in ``mixture``."""
-        nothing = {"tokens": _NONE.astype(np.int32), "targets": _NONE.astype(np.bool_), "offsets": _NONE}
+        empty_arrays = {"tokens": _NONE.astype(np.int32), "targets": _NONE.astype(np.bool_), "offsets": _NONE}
         about = {"fingerprint": fingerprint_spans(parts, mixture), "report": {"format": "text"}, "mixture": mixture}
-        return cls(**nothing, **about, parts=tuple(parts))  # type: ignore[arg-type]
+        return cls(**empty_arrays, **about, parts=tuple(parts))  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
         counts = [part.counts() for part in self.parts]
@@ -111,9 +111,9 @@ class WindowDataset(TokenDataset):
         stretch = int(self._before.searchsorted(index, side="right")) - 1
         number = int(self._first.searchsorted(stretch, side="right")) - 1
         part = self.parts[number]
-        own = stretch - int(self._first[number])
-        begin = int(part.begins[own]) + (index - int(self._before[stretch])) * part.length
-        return part.shards, begin, min(begin + part.length + 1, int(part.ends[own]))
+        span_index = stretch - int(self._first[number])
+        begin = int(part.begins[span_index]) + (index - int(self._before[stretch])) * part.length
+        return part.shards, begin, min(begin + part.length + 1, int(part.ends[span_index]))
 
     def sequence(self, sequence: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
         """Return ``(tokens [n + 1], targets [n + 1])`` of an example; all tokens but the first are targets."""
@@ -136,11 +136,11 @@ class WindowDataset(TokenDataset):
         lengths = []
         for part in self.parts:
             counts, size = part.counts(), part.length
-            each = np.full(int(counts.sum()), size, dtype=np.int64)
+            part_lengths = np.full(int(counts.sum()), size, dtype=np.int64)
             some = counts > 0
             last = np.cumsum(counts[some]) - 1
-            each[last] = (part.ends - part.begins - 1)[some] - (counts[some] - 1) * size
-            lengths.append(each)
+            part_lengths[last] = (part.ends - part.begins - 1)[some] - (counts[some] - 1) * size
+            lengths.append(part_lengths)
         return np.concatenate(lengths)
 
     def target_fraction(self, examples: object = None) -> float:
@@ -253,10 +253,10 @@ def _choose_held_out(
 def _mix_digests(digests: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.uint64]:
     """Mix the digests with the seed (splitmix64 finalizer, Steele et al., OOPSLA 2014)."""
     salt = int.from_bytes(hashlib.sha256(f"{seed}/held back".encode()).digest()[:8], "little")
-    mixed = digests ^ np.uint64(salt)
+    mixed_digests = digests ^ np.uint64(salt)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    return mixed ^ (mixed >> np.uint64(31))
+        mixed_digests = (mixed_digests ^ (mixed_digests >> np.uint64(shift))) * np.uint64(factor)
+    return mixed_digests ^ (mixed_digests >> np.uint64(31))
 
 
 def prepare_windows(
@@ -280,9 +280,9 @@ def prepare_windows(
         MachineError: the cache cannot be written.
     """
     data = recipe.data
-    opened = [_open_shards(source, key, tokenizer, cache) for source, key in data.keyed_sources]
-    corpora = opened[: len(data.sources)]
-    spans = [build_whole_spans(corpus, data.max_length, contiguous=contiguous) for corpus in opened]
+    all_shards = [_open_shards(source, key, tokenizer, cache) for source, key in data.keyed_sources]
+    corpora = all_shards[: len(data.sources)]
+    spans = [build_whole_spans(corpus, data.max_length, contiguous=contiguous) for corpus in all_shards]
     train, separate = spans[: len(corpora)], iter(spans[len(corpora) :])
     held_out: list[Spans] = []
     if data.held_out is not None:
@@ -299,7 +299,7 @@ def prepare_windows(
         for name, rows in data.validation_sets.items()
     }
     validation_spans = [part for parts in sets.values() for part in parts]
-    for shards in opened:
+    for shards in all_shards:
         if wrong := check_shard_tokens(shards, tokenizer, embeddings):
             raise RequestError(wrong)
     mixture = None
@@ -317,13 +317,13 @@ def prepare_windows(
     for dataset, key in zip(datasets, ("data.train", "data.validation"), strict=True):
         if dataset is not None and not len(dataset):
             raise RequestError(f"{key}: no tokens to predict; it has no document of at least two tokens")
-    named = {name: sum(int(part.counts().sum()) for part in parts) for name, parts in sets.items() if name}
-    for name, count in named.items():
+    set_sizes = {name: sum(int(part.counts().sum()) for part in parts) for name, parts in sets.items() if name}
+    for name, count in set_sizes.items():
         if not count:
             raise RequestError(f"data.validation.{name}: no tokens to predict")
-    if named:
-        lines.append("validation sets: " + ", ".join(f"{count:,} of {name}" for name, count in named.items()))
-    return *datasets, [*lines, _split_line(*datasets, contiguous)], named
+    if set_sizes:
+        lines.append("validation sets: " + ", ".join(f"{count:,} of {name}" for name, count in set_sizes.items()))
+    return *datasets, [*lines, _split_line(*datasets, contiguous)], set_sizes
 
 
 def _open_shards(source: SourceSection, key: str, tokenizer: PreTrainedTokenizerBase, cache: Path) -> Shards:
@@ -364,7 +364,7 @@ def build_identity(sources: Sequence[tuple[SourceSection, str]]) -> list[Any]:
     from trainwright.data.sources.key import list_row_changes, read_file_states
 
     settings = ([source.format, source.limit, *list_row_changes(source)] for source, _ in sources)
-    return [VERSION, *([read_file_states(*one), *values] for one, values in zip(sources, settings, strict=True))]
+    return [VERSION, *([read_file_states(*pair), *values] for pair, values in zip(sources, settings, strict=True))]
 
 
 def _describe_corpus(corpus: Shards) -> str:
@@ -377,8 +377,8 @@ def _describe_corpus(corpus: Shards) -> str:
 
 
 def _split_line(train: WindowDataset, validation: WindowDataset | None, contiguous: bool) -> str:
-    what = "contiguous windows" if contiguous else "windows of documents"
-    line = f"{len(train):,} {what} ({format_plural(train.token_count, 'token')}) to train on"
+    unit = "contiguous windows" if contiguous else "windows of documents"
+    line = f"{len(train):,} {unit} ({format_plural(train.token_count, 'token')}) to train on"
     if validation is None:
         return f"{line}, none for validation"
     return f"{line}, {len(validation):,} ({format_plural(validation.token_count, 'token')}) for validation"

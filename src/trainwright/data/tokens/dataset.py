@@ -83,12 +83,12 @@ class TokenDataset:
 
     def sequences(self, index: int) -> tuple[int, ...]:
         """Return the sequences of one example, in order; a paired sequence comes last."""
-        paired: tuple[int, ...] = ()
+        paired_sequences: tuple[int, ...] = ()
         if self.paired is not None:
             turn, index = divmod(index, len(self))
-            paired = (self.paired.begin + turn,)
-        own = (index,) if self.members is None else tuple(self.members[index].tolist())
-        return own + paired
+            paired_sequences = (self.paired.begin + turn,)
+        members = (index,) if self.members is None else tuple(self.members[index].tolist())
+        return members + paired_sequences
 
     def role(self, sequence: int) -> int:
         """Return the role of one sequence in its example."""
@@ -118,12 +118,12 @@ class TokenDataset:
 
     def example_lengths(self) -> npt.NDArray[np.int64]:
         """Return the number of tokens of every example [examples]; with paired sequences, those of the first epoch."""
-        each: npt.NDArray[np.int64] = np.diff(self.offsets)
-        lengths = each[: len(self)] if self.members is None else each[self.members].sum(1)
+        sequence_lengths: npt.NDArray[np.int64] = np.diff(self.offsets)
+        lengths = sequence_lengths[: len(self)] if self.members is None else sequence_lengths[self.members].sum(1)
         if self.paired is None:
             return lengths
         partners = draw_examples([MixturePart(self.paired.count, len(self))], 0, self.fingerprint)
-        return lengths + each[self.paired.begin + partners]
+        return lengths + sequence_lengths[self.paired.begin + partners]
 
     def target_fraction(self, examples: Sequence[int] | Indices | None = None) -> float:
         """Return the fraction of tokens that are targets, of all or of some examples."""

@@ -161,8 +161,8 @@ def _build_lengths(lengths: npt.NDArray[np.int64], *fractions: float) -> Lengths
     import numpy as np
 
     lengths = np.sort(lengths)
-    places = np.linspace(0, len(lengths) - 1, min(_QUANTILES, len(lengths))).round().astype(int)
-    quantiles = tuple(int(n) for n in lengths[places])
+    indices = np.linspace(0, len(lengths) - 1, min(_QUANTILES, len(lengths))).round().astype(int)
+    quantiles = tuple(int(n) for n in lengths[indices])
     return Lengths(quantiles, len(lengths), fractions[0], max_target_fraction=max(fractions))
 
 
@@ -182,8 +182,8 @@ def mix_lengths(parts: Sequence[tuple[Lengths, float]]) -> Lengths:
     points = sorted((n, share / len(lengths.quantiles)) for lengths, share in parts for n in lengths.quantiles)
     values, total = [value for value, _ in points], sum(share for _, share in parts)
     until = list(accumulate(weight for _, weight in points))
-    places = [bisect_left(until, total * (index + 0.5) / _QUANTILES) for index in range(_QUANTILES - 1)]
-    quantiles = (*(values[min(place, len(values) - 1)] for place in places), values[-1])
+    indices = [bisect_left(until, total * (index + 0.5) / _QUANTILES) for index in range(_QUANTILES - 1)]
+    quantiles = (*(values[min(index, len(values) - 1)] for index in indices), values[-1])
     fractions = parts[0][0].target_fraction, all(lengths.exact for lengths, _ in parts)
     return Lengths(quantiles, None, *fractions, max(lengths.max_target_fraction for lengths, _ in parts))
 
@@ -227,8 +227,8 @@ def recall_source_lengths(
 ) -> list[Lengths] | None:
     """Return the saved lengths of each source of a recipe with stages; see ``recall_lengths``."""
     try:
-        cached = json.loads(_locate_lengths_file(model, data, seed, cache, rows).read_text(encoding="utf-8"))
-        parts = cached if isinstance(cached, list) else [cached]
+        cached_lengths = json.loads(_locate_lengths_file(model, data, seed, cache, rows).read_text(encoding="utf-8"))
+        parts = cached_lengths if isinstance(cached_lengths, list) else [cached_lengths]
         return [Lengths(**{**part, "quantiles": tuple(part["quantiles"])}) for part in parts]
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -288,8 +288,8 @@ def _locate_lengths_file(model: ModelSection, data: DataSection, seed: int, cach
     from trainwright.data.sources.key import build_source_key
 
     tokenizer = [model.name if model.tokenizer is None else model.tokenizer, model.gguf_file, model.chat_template]
-    added = [model.added_tokens.names] if model.added_tokens.names else []
-    key: dict[str, Any] = build_source_key(data, seed, json.dumps([*tokenizer, *added]))
+    added_tokens = [model.added_tokens.names] if model.added_tokens.names else []
+    key: dict[str, Any] = build_source_key(data, seed, json.dumps([*tokenizer, *added_tokens]))
     if rows:
         key["rows"] = rows
     key["about"] = [field.name for field in fields(Lengths)]

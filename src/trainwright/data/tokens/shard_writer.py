@@ -103,8 +103,8 @@ def tokenize(
         pending = islice(text, writer.position.pieces, None)
         try:
             with open_encoder(settings, processes) as encode:
-                for chunk, encoded in encode(iterate_chunks(pending)):
-                    writer.add(chunk, encoded)
+                for chunk, encoded_chunk in encode(iterate_chunks(pending)):
+                    writer.add(chunk, encoded_chunk)
                     report(writer.position.characters, writer.tokens, writer.position.documents)
         except RequestError:
             if writer.discard_empty() and new:
@@ -126,11 +126,11 @@ def build_settings(tokenizer: PreTrainedTokenizerBase) -> Settings:
     """Return the settings of a tokenizer for worker processes, with its special tokens around a document."""
     backend: Any = tokenizer.backend_tokenizer
     end = tokenizer.eos_token_id
-    opened = [token for token in backend.encode("", add_special_tokens=True).ids if token != end]
+    prefix = [token for token in backend.encode("", add_special_tokens=True).ids if token != end]
     return Settings(
         backend=backend.to_str(),
         dtype=np.min_scalar_type(max(tokenizer.get_vocab().values())).name,
-        prefix=tuple(opened),
+        prefix=tuple(prefix),
         suffix=() if end is None else (int(end),),
         ends=list_end_texts(tokenizer),
         characters=bool(tokenizer.init_kwargs.get("characters")),
@@ -288,10 +288,10 @@ def _replace(file: Path, text: str) -> None:
 
 
 def _open_resized(file: Path, size: int) -> BinaryIO:
-    opened = file.open("r+b" if file.exists() else "w+b")
-    opened.truncate(size)
-    opened.seek(size)
-    return opened
+    stream = file.open("r+b" if file.exists() else "w+b")
+    stream.truncate(size)
+    stream.seek(size)
+    return stream
 
 
 def iterate_chunks(text: Iterable[TextPiece]) -> Iterator[list[TextPiece]]:
@@ -325,7 +325,7 @@ def open_encoder(settings: Settings, processes: int) -> Iterator[Encode]:
         return
     # Spawn, because a fork would copy this process's locked locks without its threads.
     context = multiprocessing.get_context("spawn")
-    started: list[BaseProcess] = []
+    workers: list[BaseProcess] = []
     local = threading.local()
 
     def start() -> None:
@@ -333,7 +333,7 @@ def open_encoder(settings: Settings, processes: int) -> Iterator[Encode]:
         process = context.Process(target=token_worker.work, args=(settings, theirs), daemon=True)
         process.start()
         theirs.close()
-        started.append(process)
+        workers.append(process)
 
     def ask(chunk: Chunk) -> Encoded:
         try:
@@ -362,6 +362,6 @@ def open_encoder(settings: Settings, processes: int) -> Iterator[Encode]:
             yield encode
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
-            for process in started:
+            for process in workers:
                 process.terminate()
                 process.join()

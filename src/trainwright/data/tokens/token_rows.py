@@ -103,19 +103,19 @@ class TokenRows:
                 tokens = [ids[: self.max_length] for ids in tokens]
                 targets = [flags[: self.max_length] for flags in targets]
             # Nothing precedes the first token to predict it from.
-            trained = [(begin, end) for begin, end in ends if all(flags[begin + 1 : end].any() for flags in targets)]
+            spans = [(begin, end) for begin, end in ends if all(flags[begin + 1 : end].any() for flags in targets)]
             if self.drops and is_long:
-                trained, dropped = [], True
-            if len(tokens) > 1 and trained and all(np.array_equal(ids, tokens[0]) for ids in tokens):
-                trained, same = [], True
-            if trained:
+                spans, dropped = [], True
+            if len(tokens) > 1 and spans and all(np.array_equal(ids, tokens[0]) for ids in tokens):
+                spans, same = [], True
+            if spans:
                 self.largest = max(self.largest, (max(int(ids.max()) for ids in tokens), -index))
-            for begin, end in trained:
+            for begin, end in spans:
                 for ids, flags, role in zip(tokens, targets, roles, strict=True):
                     self.spool.add(ids[begin:end], flags[begin:end], role)
-            parts |= 0 < len(trained) < len(ends)
-            split |= len(trained) > 1
-            count += len(trained)
+            parts |= 0 < len(spans) < len(ends)
+            split |= len(spans) > 1
+            count += len(spans)
             for ids, flags, role in zip(tokens, targets, roles, strict=True):
                 digest.update(build_header(len(ids), role) + ids.tobytes())
                 digest.update(flags.tobytes() if self.compares_targets else b"")
@@ -200,7 +200,7 @@ class TokenRows:
             rows = format_plural(self.without_target, "row")
             lines.append(f"{name}: {rows} left out: no target in what is kept")
         lines += [f"{name}: {format_plural(count, 'row')} left out: {why}" for why, count in self.left_out.items()]
-        lines += [f"{name}: {format_clause(count, 'row', what)}" for what, count in self.remarks.items()]
+        lines += [f"{name}: {format_clause(count, 'row', remark)}" for remark, count in self.remarks.items()]
         lines += [f"{name}: {line}" for line in self.encoding.lines()]
         if self.compares_targets and self.repeats:
             lines.append(
@@ -366,15 +366,17 @@ class RowEncoding:
             owners += [index] * sum(map(len, examples))
         remarks: list[set[str]] = [set() for _ in texts]
         try:
-            encoded = self.encoder.encode(texts, remarks)
+            encoded_texts = self.encoder.encode(texts, remarks)
         except TurnsError as error:
             raise RequestError(f"{key}: {location(owners[error.index])}: {error}") from None
-        pairs = zip(owners, encoded, remarks, strict=True)
+        pairs = zip(owners, encoded_texts, remarks, strict=True)
         for index, several in groupby(pairs, lambda pair: pair[0]):
             of_row = list(several)
-            each, answers = len(roles[index]), [one for _, one, _ in of_row]
-            token_rows.add(index, [answers[at : at + each] for at in range(0, len(answers), each)], roles[index])
-            changes: set[str] = set().union(*(changed for _, _, changed in of_row))
+            group_size, answers = len(roles[index]), [sequence for _, sequence, _ in of_row]
+            token_rows.add(
+                index, [answers[at : at + group_size] for at in range(0, len(answers), group_size)], roles[index]
+            )
+            changes: set[str] = set().union(*(row_changes for _, _, row_changes in of_row))
             token_rows.encoding.add(changes, functools.partial(location, index))
 
 

@@ -68,14 +68,14 @@ class WordTokens:
         words: list[str] = self._pattern.findall(text, concurrent=True)  # releases the GIL
         if sum(map(len, words)) != len(text):
             return None
-        cached = self._known
-        if missing := [word for word in set(words) if word not in cached]:
-            if len(cached) > _MAX_WORDS:
-                cached.clear()
+        word_ids = self._known
+        if missing := [word for word in set(words) if word not in word_ids]:
+            if len(word_ids) > _MAX_WORDS:
+                word_ids.clear()
                 missing = list(set(words))
             encodings = self._tokenizer.encode_batch_fast(missing, add_special_tokens=False)
-            cached.update((word, encoding.ids) for word, encoding in zip(missing, encodings, strict=True))
-        return np.fromiter(chain.from_iterable(map(cached.__getitem__, words)), dtype=np.int64)
+            word_ids.update((word, encoding.ids) for word, encoding in zip(missing, encodings, strict=True))
+        return np.fromiter(chain.from_iterable(map(word_ids.__getitem__, words)), dtype=np.int64)
 
 
 def _compile_pattern(description: dict[str, Any]) -> Any:
@@ -90,15 +90,15 @@ def _compile_pattern(description: dict[str, Any]) -> Any:
     *cuts, last = steps or [{}]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space"):
         return None
-    written = None
+    expression = None
     if last.get("use_regex", True):
-        written = None if cuts else _GPT2
+        expression = None if cuts else _GPT2
     elif [(cut.get("type"), cut.get("behavior"), cut.get("invert")) for cut in cuts] == [("Split", "Isolated", False)]:
-        written = cuts[0]["pattern"].get("Regex")
-    if not isinstance(written, str):
+        expression = cuts[0]["pattern"].get("Regex")
+    if not isinstance(expression, str):
         return None
     try:
-        pattern = regex.compile(written)
+        pattern = regex.compile(expression)
     except regex.error:
         return None
     return None if pattern.groups else pattern
@@ -148,9 +148,9 @@ class Encoder:
             ended = last and text.rstrip().endswith(self._settings.ends)
             text = text.rstrip() if ended else text
             with convert_panics():
-                own = self._tokens(text)
-            begins = first and not np.array_equal(own[: len(prefix)], prefix)
-            parts = [*([prefix] if begins else []), own, *([suffix] if last and not ended else [])]
+                piece_tokens = self._tokens(text)
+            begins = first and not np.array_equal(piece_tokens[: len(prefix)], prefix)
+            parts = [*([prefix] if begins else []), piece_tokens, *([suffix] if last and not ended else [])]
             sequences += parts
             lengths.append(sum(map(len, parts)))
         tokens: npt.NDArray[Any] = np.concatenate(sequences).astype(self._settings.dtype)

@@ -182,9 +182,9 @@ def run_checks(checks: Sequence[Check], context: CheckContext) -> MachineReport:
     Raises:
         Stopped: a stop was requested.
     """
-    started, device, last = time.monotonic(), look_up_processor(context.machine.device), math.inf
+    start, device, last = time.monotonic(), look_up_processor(context.machine.device), math.inf
     if len(checks) > 1:
-        context, last = replace(context, end=started + _MOST_SECONDS[device]), started + _BEGIN_SECONDS[device]
+        context, last = replace(context, end=start + _MOST_SECONDS[device]), start + _BEGIN_SECONDS[device]
     outcomes: list[Outcome] = []
     for check in checks:
         broken = {outcome.name for outcome in outcomes if outcome.is_broken}
@@ -198,7 +198,7 @@ def run_checks(checks: Sequence[Check], context: CheckContext) -> MachineReport:
         machine=context.machine.describe(),
         checked=datetime.now().astimezone().isoformat(timespec="seconds"),
         version=__version__,
-        seconds=time.monotonic() - started,
+        seconds=time.monotonic() - start,
         outcomes=tuple(outcomes),
     )
 
@@ -206,13 +206,13 @@ def run_checks(checks: Sequence[Check], context: CheckContext) -> MachineReport:
 def _run_check(check: Check, context: CheckContext, broken: set[str], is_late: bool) -> Outcome:
     if (reason := _explain_skip(check, context.machine, broken, is_late)) is not None:
         return Outcome(check.name, check.title, skipped=reason)
-    started, shown = time.monotonic(), is_terminal(sys.stderr)
-    if shown:
+    start, interactive = time.monotonic(), is_terminal(sys.stderr)
+    if interactive:
         draw(f"checking {check.title} …", sys.stderr)
     try:
         result = check.load()(context)
     except CannotCheck as error:
-        return Outcome(check.name, check.title, time.monotonic() - started, skipped=str(error))
+        return Outcome(check.name, check.title, time.monotonic() - start, skipped=str(error))
     except CheckEnded as error:
         result = CheckResult((), (error.finding,))
     except Stopped:
@@ -222,16 +222,16 @@ def _run_check(check: Check, context: CheckContext, broken: set[str], is_late: b
     except Exception as error:  # a machine may be broken in ways that no check expects
         result = CheckResult((), (_describe_error(check, error),))
     finally:
-        if shown:
+        if interactive:
             draw("", sys.stderr)
-    return Outcome(check.name, check.title, time.monotonic() - started, result.facts, result.findings)
+    return Outcome(check.name, check.title, time.monotonic() - start, result.facts, result.findings)
 
 
 def _explain_skip(check: Check, machine: Machine, broken: set[str], is_late: bool) -> str | None:
     if check.needs_gpu and not machine.gpus:
         return "this machine has no GPU that can be used"
-    if needed := [name for name in check.after if name in broken]:
-        return f"{' and '.join(needed)} must be fixed first"
+    if prerequisites := [name for name in check.after if name in broken]:
+        return f"{' and '.join(prerequisites)} must be fixed first"
     if is_late:
         return f"the other checks took all of the time limit; `trainwright doctor {check.name}` runs it alone"
     return None
@@ -361,9 +361,9 @@ class MachineReport:
     def _build_verdict(self) -> str:
         counts = {severity: sum(f.severity is severity for f in self.findings) for severity in Severity}
         ran = sum(outcome.skipped is None for outcome in self.outcomes)
-        skipped = len(self.outcomes) - ran
+        skips = len(self.outcomes) - ran
         verdict = f"{format_plural(ran, 'check')} in {format_seconds(self.seconds)}"
-        verdict += f", {skipped} skipped" if skipped else ""
+        verdict += f", {skips} skipped" if skips else ""
         if not self.findings:
             return f"nothing found: {verdict}"
         parts = [

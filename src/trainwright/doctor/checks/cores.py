@@ -30,9 +30,9 @@ def check(context: CheckContext) -> CheckResult:
         raise CannotCheck("this system does not bind processes to cores")
     cores = _select_cores(sorted(os.sched_getaffinity(0)))
     heat, before = _read_heat_counts(cores), CpuContention.now()
-    started, used = time.perf_counter(), time.thread_time()
+    start, cpu_start = time.perf_counter(), time.thread_time()
     rates = _measure_rates(cores)
-    ran = (time.thread_time() - used) / (time.perf_counter() - started)
+    ran = (time.thread_time() - cpu_start) / (time.perf_counter() - start)
     shares = CpuContention.now().since(before)
     if "waited" in shares:  # the uncounted rest: the process was stopped
         shares["stopped"] = max(0.0, 1 - ran / max(1 - shares["waited"], 1e-6))
@@ -48,7 +48,7 @@ def _select_cores(cores: list[int]) -> list[int]:
 
 def _measure_rates(cores: list[int]) -> dict[int, float]:
     """Return hashed bytes per second of computing time on each core; time of other programs does not count."""
-    allowed = os.sched_getaffinity(0)
+    affinity = os.sched_getaffinity(0)
     rates: dict[int, float] = {}
     try:
         for _ in range(_ROUNDS):
@@ -56,27 +56,27 @@ def _measure_rates(cores: list[int]) -> dict[int, float]:
                 os.sched_setaffinity(0, {core})
                 rates[core] = max(rates.get(core, 0.0), _measure_rate())
     finally:
-        os.sched_setaffinity(0, allowed)
+        os.sched_setaffinity(0, affinity)
     return rates
 
 
 def _measure_rate() -> float:
     count, end = 0, time.perf_counter() + _SECONDS
-    started = time.thread_time()
+    start = time.thread_time()
     while time.perf_counter() < end:
         hashlib.sha256(_BLOCK).digest()
         count += len(_BLOCK)
-    return count / max(time.thread_time() - started, 1e-6)
+    return count / max(time.thread_time() - start, 1e-6)
 
 
 def _check_slow(rates: Mapping[int, float]) -> Iterator[Finding]:
     middle = statistics.median(rates.values())
     slow = {core: rate / middle for core, rate in rates.items() if rate < _SLOW * middle}
     if slow:
-        shown = ", ".join(f"core {core} ({share:.0%})" for core, share in slow.items())
+        text = ", ".join(f"core {core} ({share:.0%})" for core, share in slow.items())
         yield Finding(
             Severity.WARNING,
-            f"slower than the other cores: {shown} of their speed",
+            f"slower than the other cores: {text} of their speed",
             "all processes wait for the slowest one in every step",
             "if these are not efficiency cores, check for heat or a power limit (dmesg, the vendor's tool); or "
             "exclude them: taskset --cpu-list CORES trainwright train ...",
@@ -130,17 +130,17 @@ def _check_heat(hotter: Mapping[int, int]) -> Iterator[Finding]:
 
 
 def _check_capped(cores: list[int], root: Path = _SYSTEM) -> Iterator[Finding]:
-    capped = {}
+    caps = {}
     for core in cores:
         clock = root / f"cpu{core}" / "cpufreq"
-        highest, allowed = read_text(clock / "cpuinfo_max_freq").strip(), read_text(clock / "scaling_max_freq").strip()
-        if highest.isdigit() and allowed.isdigit() and int(allowed) < _CAPPED * int(highest):
-            capped[core] = int(allowed) / int(highest)
-    if capped:
-        lowest = min(capped, key=lambda core: capped[core])
+        highest, limit = read_text(clock / "cpuinfo_max_freq").strip(), read_text(clock / "scaling_max_freq").strip()
+        if highest.isdigit() and limit.isdigit() and int(limit) < _CAPPED * int(highest):
+            caps[core] = int(limit) / int(highest)
+    if caps:
+        lowest = min(caps, key=lambda core: caps[core])
         yield Finding(
             Severity.WARNING,
-            f"the clock of {format_plural(len(capped), 'core')} is limited, of core {lowest} to {capped[lowest]:.0%}",
+            f"the clock of {format_plural(len(caps), 'core')} is limited, of core {lowest} to {caps[lowest]:.0%}",
             "the processor never reaches its full speed",
             "cpupower frequency-set --max with the maximum clock of `cpupower frequency-info` (as root), or the power "
             "profile of the machine",
@@ -171,6 +171,6 @@ def _describe_rates(rates: Mapping[int, float], shares: Mapping[str, float]) -> 
         "waited": "to other programs",
         "stopped": "stopped",
     }
-    taken = [f"{share:.0%} {descriptions[name]}" for name, share in shares.items() if share >= 0.01]
-    if taken:
-        yield f"time lost: {', '.join(taken)}"
+    parts = [f"{share:.0%} {descriptions[name]}" for name, share in shares.items() if share >= 0.01]
+    if parts:
+        yield f"time lost: {', '.join(parts)}"

@@ -42,19 +42,19 @@ def check(context: CheckContext) -> CheckResult:
     facts: list[str] = []
     findings: list[Finding] = []
     for device, (directory, directories) in _group_by_file_system(context.directories).items():
-        shown = " and ".join(map(str, directories))
+        text = " and ".join(map(str, directories))
         try:
             speed = measure_speed(directory)
         except OSError as error:
-            findings.append(_describe_failed_write(shown, error))
+            findings.append(_describe_failed_write(text, error))
             continue
         read_back = "" if speed.read is None else f", read {speed.read / 1e6:,.0f} MB/s"
         free = _measure_free_space(directory)
         facts.append(
-            f"{shown}: write {speed.write / 1e6:,.0f} MB/s{read_back}, {format_bytes(free)} free; "
+            f"{text}: write {speed.write / 1e6:,.0f} MB/s{read_back}, {format_bytes(free)} free; "
             f"{_describe_device(device, directory)}"
         )
-        findings += [*_check_speed(shown, speed), *_check_space(shown, free)]
+        findings += [*_check_speed(text, speed), *_check_space(text, free)]
     return CheckResult(tuple(facts), tuple(findings))
 
 
@@ -70,11 +70,11 @@ def measure_speed(directory: Path) -> Speed:
     descriptor = _open_direct(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         try:
-            written, started = 0, time.perf_counter()
-            while written < _MOST and time.perf_counter() - started < _SECONDS:
-                written += os.write(descriptor, chunk)
+            total, start = 0, time.perf_counter()
+            while total < _MOST and time.perf_counter() - start < _SECONDS:
+                total += os.write(descriptor, chunk)
             os.fsync(descriptor)
-            write = written / (time.perf_counter() - started)
+            write = total / (time.perf_counter() - start)
         finally:
             os.close(descriptor)
         return Speed(write, _read_rate(file, chunk))
@@ -90,10 +90,10 @@ def _read_rate(file: Path, chunk: mmap.mmap) -> float | None:
     except OSError:  # the file would be read from memory
         return None
     try:
-        done, started = 0, time.perf_counter()
-        while time.perf_counter() - started < _SECONDS and (count := os.readv(descriptor, [chunk])):
-            done += count
-        return done / (time.perf_counter() - started)
+        total, start = 0, time.perf_counter()
+        while time.perf_counter() - start < _SECONDS and (count := os.readv(descriptor, [chunk])):
+            total += count
+        return total / (time.perf_counter() - start)
     except OSError:
         return None
     finally:

@@ -144,9 +144,9 @@ def _check_memory_errors(gpu: _Gpu) -> Iterator[Finding]:
             "the pages or rows with errors were replaced",
             "watch whether the number grows: nvidia-smi -q -d ECC",
         )
-    remapped = gpu.ask(pynvml.nvmlDeviceGetRemappedRows, what="remapped rows")
-    if remapped is not None:
-        _, _, is_pending, has_failed = remapped
+    remapped_rows = gpu.ask(pynvml.nvmlDeviceGetRemappedRows, what="remapped rows")
+    if remapped_rows is not None:
+        _, _, is_pending, has_failed = remapped_rows
         if has_failed:
             why = "the GPU has no spare rows left to replace faulty memory"
             yield Finding(Severity.BROKEN, f"{gpu.name}: a row of its memory could not be remapped", why, _REPLACE)
@@ -164,8 +164,8 @@ def _check_clocks(gpu: _Gpu) -> Iterator[Finding]:
     bits = gpu.ask(functools.partial(read_clock_reasons, pynvml), what="throttling") or 0
     for bit, fix in _FIXES.items():
         if bits & bit:
-            throttled = f"{gpu.name}: throttled by {REASONS[bit]}"
-            yield Finding(Severity.WARNING, throttled, "all ranks wait for the slowest GPU", fix)
+            problem = f"{gpu.name}: throttled by {REASONS[bit]}"
+            yield Finding(Severity.WARNING, problem, "all ranks wait for the slowest GPU", fix)
     heat = gpu.ask(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU)
     if heat is not None and heat >= _HOT:
         why = "near its limit the driver lowers the clock"
@@ -197,10 +197,10 @@ def _check_links(gpu: _Gpu) -> Iterator[Finding]:
         }
         bad = {link: count for link, count in counts.items() if count}
         if bad:
-            shown = ", ".join(f"{count} on link {link}" for link, count in bad.items())
+            text = ", ".join(f"{count} on link {link}" for link, count in bad.items())
             yield Finding(
                 Severity.WARNING,
-                f"{gpu.name}: NVLink errors, {kind}: {shown}",
+                f"{gpu.name}: NVLink errors, {kind}: {text}",
                 "data is sent again, and if the link gets worse, runs fail with Xid 74",
                 "nvidia-smi nvlink --errorcounters shows whether they grow; then reseat or replace the GPU or the "
                 "switch",
@@ -226,10 +226,10 @@ def _check_other_programs(gpu: _Gpu) -> Iterator[Finding]:
     import pynvml
 
     for process in gpu.ask(pynvml.nvmlDeviceGetComputeRunningProcesses, what="other programs") or ():
-        used = format_bytes(process.usedGpuMemory) if process.usedGpuMemory else "some memory"
+        usage = format_bytes(process.usedGpuMemory) if process.usedGpuMemory else "some memory"
         yield Finding(
             Severity.WARNING,
-            f"{gpu.name}: process {process.pid} uses {used}",
+            f"{gpu.name}: process {process.pid} uses {usage}",
             "plans assume that a run has the GPU alone",
             f"`ps -fp {process.pid}`; end it if it is left over from a run",
         )
@@ -238,14 +238,14 @@ def _check_other_programs(gpu: _Gpu) -> Iterator[Finding]:
 def _check_kernel_log(facts: list[str]) -> Iterator[Finding]:
     """Yield the driver's error messages (Xid), which only root may read on most systems."""
     try:
-        ended = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=_SECONDS)
+        result = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         facts.append(f"Xid errors not checked: dmesg: {error}")
         return
-    if ended.returncode:
+    if result.returncode:
         facts.append("Xid errors not checked: only root may read the kernel's log (sudo dmesg | grep Xid)")
         return
-    yield from _check_xids(ended.stdout)
+    yield from _check_xids(result.stdout)
 
 
 def _check_xids(log: str) -> Iterator[Finding]:
@@ -328,10 +328,10 @@ def _count_wrong_copies(device: object) -> int:
     busy = torch.randn(2048, 2048, device=device)  # type: ignore[call-overload]
     wrong = 0
     for _ in range(_COPIES):
-        there = sent.to(device, non_blocking=True)  # type: ignore[call-overload]
+        device_copy = sent.to(device, non_blocking=True)  # type: ignore[call-overload]
         busy = busy @ busy / 2048
         back = torch.empty_like(sent, pin_memory=True)
-        back.copy_(there, non_blocking=True)
+        back.copy_(device_copy, non_blocking=True)
         torch.accelerator.synchronize()
         wrong += int(not torch.equal(sent, back))
     return wrong

@@ -43,10 +43,10 @@ def check(context: CheckContext) -> CheckResult:
     for row in values["rows"]:
         if row["error"] is None:
             worst[row["precision"]] = max(worst[row["precision"]], row["difference"])
-    used = [name for name in worst if any(row["precision"] == name for row in values["rows"])]
-    shown = ", ".join(f"{name} {worst[name]:.1e} (tolerance {TOLERANCES[name]:.0e})" for name in used)
+    tested_precisions = [name for name in worst if any(row["precision"] == name for row in values["rows"])]
+    text = ", ".join(f"{name} {worst[name]:.1e} (tolerance {TOLERANCES[name]:.0e})" for name in tested_precisions)
     return CheckResult(
-        (f"{len(values['rows'])} kernels on {values['device']}, largest difference: {shown}",), tuple(findings)
+        (f"{len(values['rows'])} kernels on {values['device']}, largest difference: {text}",), tuple(findings)
     )
 
 
@@ -143,7 +143,7 @@ def iterate_fused_kernels() -> Iterator[ComparedKernel]:
         return torch.cat([-second, first], -1)
 
     name = "model.kernels: triton, {}".format
-    hidden, other, scale = torch.randn(_TOKENS, _HIDDEN), torch.randn(_TOKENS, _HIDDEN), torch.rand(_HIDDEN)
+    hidden, operand, scale = torch.randn(_TOKENS, _HIDDEN), torch.randn(_TOKENS, _HIDDEN), torch.rand(_HIDDEN)
     yield ComparedKernel(
         name("RMS norms"),
         (hidden, scale),
@@ -152,12 +152,12 @@ def iterate_fused_kernels() -> Iterator[ComparedKernel]:
     )
     yield ComparedKernel(
         name("norms of sums"),
-        (hidden, other, scale),
+        (hidden, operand, scale),
         lambda x, y, w: torch.cat(operators.add_rms_norm(x, y, w, 1e-5, False, False)[:2]),
         lambda x, y, w: torch.cat([x + y, _compute_plain_norm(x + y, w)]),
     )
     yield ComparedKernel(
-        name("SiLU gates"), (hidden, other), lambda x, y: operators.gated(x, y, True), lambda x, y: F.silu(x) * y
+        name("SiLU gates"), (hidden, operand), lambda x, y: operators.gated(x, y, True), lambda x, y: F.silu(x) * y
     )
     angles = torch.randn(1, _TOKENS, _CHANNELS // 2).repeat(1, 1, 2)
     query, key = (torch.randn(1, heads, _TOKENS, _CHANNELS) for heads in (_HEADS, _KEY_HEADS))
@@ -218,15 +218,15 @@ def _compare_all(device_type: str, names: tuple[str, ...], fused: bool, float8: 
 
 def compare_kernel(kernel: ComparedKernel, device: torch.device, dtype: torch.dtype) -> float:
     """Return the largest relative difference of the result and the gradients."""
-    rounded = [each.to(dtype) for each in kernel.inputs]
-    actual = _compute_with_gradients(kernel.run, [each.to(device) for each in rounded])
-    expected = _compute_with_gradients(kernel.plain, [each.float() for each in rounded])
+    inputs = [tensor.to(dtype) for tensor in kernel.inputs]
+    actual = _compute_with_gradients(kernel.run, [tensor.to(device) for tensor in inputs])
+    expected = _compute_with_gradients(kernel.plain, [tensor.float() for tensor in inputs])
     differences = [(a.float().cpu() - b).norm() / b.norm() for a, b in zip(actual, expected, strict=True)]
     return float(torch.stack(differences).max())
 
 
 def _compute_with_gradients(function: Formula, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    leaves = [each.detach().requires_grad_() for each in inputs]
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     output = function(*leaves)
     # The same upstream gradient for both, in a form that both precisions have exactly.
     upstream = (
@@ -268,8 +268,8 @@ def _compute_plain_attention(
     group = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    allowed = (sequence[:, None] == sequence).tril()
-    scores = (query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5).masked_fill(~allowed, float("-inf"))
+    mask = (sequence[:, None] == sequence).tril()
+    scores = (query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5).masked_fill(~mask, float("-inf"))
     return (scores.softmax(-1) @ value).transpose(1, 2)
 
 
@@ -287,5 +287,5 @@ def _measure_optimizer_difference(device: torch.device) -> float:
         second = betas[1] * second + (1 - betas[1]) * gradient.square()
         scale = (second / (1 - betas[1] ** step)).sqrt() + eps
         weight = weight * (1 - rate * decay) - rate / (1 - betas[0] ** step) * first / scale
-    moved = weight - start
-    return float((parameter.detach().cpu() - weight).norm() / moved.norm())
+    update = weight - start
+    return float((parameter.detach().cpu() - weight).norm() / update.norm())

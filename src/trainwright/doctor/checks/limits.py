@@ -45,19 +45,19 @@ def check(context: CheckContext) -> CheckResult:
 
 def _check_files(processes: int) -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = count_needed_files(processes, processes)
-    if _is_below(hard, needed):
+    demand = count_needed_files(processes, processes)
+    if _is_below(hard, demand):
         yield Finding(
             Severity.BROKEN,
-            f"the limit of open files is {hard} (ulimit -n), and a run of {processes} processes needs {needed}",
+            f"the limit of open files is {hard} (ulimit -n), and a run of {processes} processes needs {demand}",
             "each process opens libraries, data files and a connection to every other process",
             f"`ulimit -n {_AMPLE_FILES}` in the shell that starts the run; nofile in /etc/security/limits.conf; "
             f"docker run --ulimit nofile={_AMPLE_FILES}; LimitNOFILE= of the service",
         )
-    elif _is_below(soft, needed):
+    elif _is_below(soft, demand):
         yield Finding(
             Severity.NOTE,
-            f"the limit of open files is {soft} (ulimit -n), and a run of {processes} processes needs {needed}",
+            f"the limit of open files is {soft} (ulimit -n), and a run of {processes} processes needs {demand}",
             f"Trainwright raises it up to the hard limit ({hard}); scripts of other launchers do not",
             f"`ulimit -n {min(_AMPLE_FILES, hard) if hard > 0 else _AMPLE_FILES}` before starting them",
         )
@@ -67,14 +67,14 @@ def _check_threads(processes: int) -> Iterator[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft == resource.RLIM_INFINITY or os.geteuid() == 0:  # root is not limited
         return
-    used = sum(_count_threads(process) for process in psutil.process_iter() if _is_mine(process))
-    needed = processes * _THREADS_A_PROCESS
-    if soft - used < needed:
+    count = sum(_count_threads(process) for process in psutil.process_iter() if _is_mine(process))
+    demand = processes * _THREADS_A_PROCESS
+    if soft - count < demand:
         yield Finding(
             Severity.BROKEN,
-            f"this user may have {soft} processes and threads (ulimit -u) and has {used}; {needed} more are needed",
+            f"this user may have {soft} processes and threads (ulimit -u) and has {count}; {demand} more are needed",
             "starting a thread fails with `Resource temporarily unavailable`",
-            f"`ulimit -u {used + 4 * needed}`, or nproc in /etc/security/limits.conf; end programs that are left over",
+            f"`ulimit -u {count + 4 * demand}`, or nproc in /etc/security/limits.conf; end programs that are left over",
         )
 
 
@@ -82,8 +82,8 @@ def _check_other_limits() -> Iterator[Finding]:
     for name, command, is_bytes, then in _UNEXPECTED:
         limit = resource.getrlimit(getattr(resource, name))[0]
         if limit != resource.RLIM_INFINITY:
-            shown = format_bytes(limit) if is_bytes else f"{limit} s"
-            what = f"a limit is set: {shown} ({command})"
+            text = format_bytes(limit) if is_bytes else f"{limit} s"
+            what = f"a limit is set: {text} ({command})"
             yield Finding(Severity.WARNING, what, then, f"`{command} unlimited` in the shell that starts the run")
 
 
@@ -137,13 +137,13 @@ def check_control_groups(context: CheckContext) -> CheckResult:
     """Read the limits of memory, cores and processes of this process's groups."""
     memory, free, cores = cgroups.read_memory_limit(), cgroups.read_free_memory(), cgroups.read_cpu_limit()
     pids = tuple(_iterate_pid_limits())
-    shown = [
+    parts = [
         "memory: no limit" if memory is None else f"memory {format_bytes(memory)}, {format_bytes(free or 0)} free",
         f"{format_plural(count_usable_cores(), 'core')}, no quota" if cores is None else f"{cores:.3g} cores by quota",
         "processes: no limit" if not pids else f"processes {pids[0][0]} of {pids[0][1]}",
     ]
     findings = (*_check_memory_limit(memory, free), *_check_core_limit(cores), *_check_pid_limits(pids))
-    return CheckResult(("; ".join(shown),), findings)
+    return CheckResult(("; ".join(parts),), findings)
 
 
 def _check_memory_limit(limit: int | None, free: int | None) -> Iterator[Finding]:
@@ -169,11 +169,11 @@ def _check_core_limit(limit: float | None) -> Iterator[Finding]:
 
 
 def _check_pid_limits(pid_limits: tuple[tuple[int, int], ...]) -> Iterator[Finding]:
-    for used, limit in pid_limits:
-        if limit - used < _PIDS:
+    for count, limit in pid_limits:
+        if limit - count < _PIDS:
             yield Finding(
                 Severity.BROKEN,
-                f"the control group has {used} of at most {limit} processes and threads; {_PIDS} more may be needed",
+                f"the control group has {count} of at most {limit} processes and threads; {_PIDS} more may be needed",
                 "starting a thread fails with `Resource temporarily unavailable`",
                 f"raise it: {_ASK.format('--pids-limit', 'TasksMax of the unit')}",
             )
@@ -182,9 +182,9 @@ def _check_pid_limits(pid_limits: tuple[tuple[int, int], ...]) -> Iterator[Findi
 def _iterate_pid_limits() -> Iterator[tuple[int, int]]:
     """Yield the number and the limit of processes of each group that has a limit."""
     for group, _ in cgroups.iterate_groups("pids"):
-        used, limit = read_text(group / "pids.current").strip(), read_text(group / "pids.max").strip()
-        if used.isdigit() and limit.isdigit():
-            yield int(used), int(limit)
+        count, limit = read_text(group / "pids.current").strip(), read_text(group / "pids.max").strip()
+        if count.isdigit() and limit.isdigit():
+            yield int(count), int(limit)
 
 
 _SHARED = Path("/dev/shm")
@@ -215,7 +215,7 @@ def check_shared_memory(context: CheckContext) -> CheckResult:
 
 
 def _check_shared_memory_size(total: int, free: int, gpus: int) -> Iterator[Finding]:
-    recommended = max(_AMPLE, gpus * _AMPLE_A_GPU)
+    recommendation = max(_AMPLE, gpus * _AMPLE_A_GPU)
     if not os.access(_SHARED, os.W_OK | os.X_OK):
         yield Finding(
             Severity.BROKEN,
@@ -226,14 +226,14 @@ def _check_shared_memory_size(total: int, free: int, gpus: int) -> Iterator[Find
     elif (problem := check_process_limits(None, free, 2, 2)) is not None:
         what, _, fix = problem.partition("; ")
         yield Finding(Severity.BROKEN, what, "nothing can be started", fix)
-    elif total < recommended:
+    elif total < recommendation:
         yield Finding(
             Severity.BROKEN if gpus > 1 else Severity.WARNING,
-            f"{_SHARED} has only {format_bytes(total)}; {format_bytes(recommended)} are recommended here",
+            f"{_SHARED} has only {format_bytes(total)}; {format_bytes(recommendation)} are recommended here",
             "NCCL and data loaders with workers fail with `No space left on device`, or a bus error, when it is full",
             _FIX,
         )
-    elif free < recommended:
+    elif free < recommendation:
         yield Finding(
             Severity.WARNING,
             f"{format_bytes(free)} of {format_bytes(total)} are free in {_SHARED}",

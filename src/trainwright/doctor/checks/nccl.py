@@ -36,16 +36,16 @@ def check(context: CheckContext) -> CheckResult:
     """Explain every variable that is set, in the environment or in NCCL's files."""
     settings = dict(_read_configuration_files(context.variables))
     settings |= {name: (value, "") for name, value in context.variables.items() if _OURS.fullmatch(name)}
-    documented = {name: origin for name, origin in settings.items() if name in EFFECTS}
-    facts = [f"{name}={value}{origin}: {EFFECTS[name]}" for name, (value, origin) in sorted(documented.items())]
+    known_settings = {name: origin for name, origin in settings.items() if name in EFFECTS}
+    facts = [f"{name}={value}{origin}: {EFFECTS[name]}" for name, (value, origin) in sorted(known_settings.items())]
     findings = (*_check_unknown(settings), *_check_costly(settings))
     return CheckResult(tuple(facts) or ("none is set",), findings)
 
 
 def _read_configuration_files(variables: Mapping[str, str]) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield the variables of NCCL's configuration files, which the environment overrides."""
-    chosen = variables.get("NCCL_CONF_FILE")
-    for name in (_FILES[0], chosen or _FILES[1]):
+    file = variables.get("NCCL_CONF_FILE")
+    for name in (_FILES[0], file or _FILES[1]):
         try:
             text = Path(name).expanduser().read_text(encoding="utf-8", errors="replace")
         except (OSError, RuntimeError):
@@ -76,12 +76,12 @@ def _check_costly(settings: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
     for name, pattern, why in _COSTLY:
         value, origin = settings.get(name, ("", ""))
         if value and re.fullmatch(pattern, value.strip()):
-            where = f"remove it from {origin[5:-1]}" if origin else f"unset {name}"
+            action = f"remove it from {origin[5:-1]}" if origin else f"unset {name}"
             yield Finding(
                 Severity.WARNING,
                 f"{name}={value}{origin} slows training or hides failures",
                 why,
-                f"{where}, unless it is a workaround for a known problem",
+                f"{action}, unless it is a workaround for a known problem",
             )
 
 

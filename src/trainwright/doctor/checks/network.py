@@ -47,16 +47,22 @@ class Interface:
 def check(context: CheckContext) -> CheckResult:
     """Check every interface that has an address or that a variable selects."""
     interfaces = _list_interfaces()
-    selected = [name for variable in _SELECTING for name in _parse_names(context.variables.get(variable, ""))]
-    shown = [one for one in interfaces.values() if one.name != "lo" and (one.addresses or one.name in selected)]
+    selection = [name for variable in _SELECTING for name in _parse_names(context.variables.get(variable, ""))]
+    shown_interfaces = [
+        interface
+        for interface in interfaces.values()
+        if interface.name != "lo" and (interface.addresses or interface.name in selection)
+    ]
     findings = (
         *_check_selections(context.variables, interfaces),
-        *_check_dead(shown),
-        *_check_failing(shown),
+        *_check_dead(shown_interfaces),
+        *_check_failing(shown_interfaces),
         *_check_machine_name(),
         *_check_adapters(),
     )
-    return CheckResult(tuple(one.describe() for one in shown) or ("no interface but loopback",), findings)
+    return CheckResult(
+        tuple(interface.describe() for interface in shown_interfaces) or ("no interface but loopback",), findings
+    )
 
 
 def _list_interfaces() -> dict[str, Interface]:
@@ -69,7 +75,7 @@ def _list_interfaces() -> dict[str, Interface]:
             name=name,
             is_up="up" in flags,
             has_carrier="running" in flags,
-            addresses=tuple(each.address for each in addresses.get(name, ()) if each.family == socket.AF_INET),
+            addresses=tuple(address.address for address in addresses.get(name, ()) if address.family == socket.AF_INET),
             speed=state.speed if 0 < state.speed < _UNKNOWN_SPEED else None,
             mtu=state.mtu,
             failed=0 if counts is None else counts.errin + counts.errout,
@@ -101,32 +107,42 @@ def _check_selections(variables: Mapping[str, str], interfaces: Mapping[str, Int
             )
             continue
         for name in _parse_names(text):
-            selected = [
-                one for one in interfaces.values() if one.name == name or (not exact and one.name.startswith(name))
+            matches = [
+                interface
+                for interface in interfaces.values()
+                if interface.name == name or (not exact and interface.name.startswith(name))
             ]
             choose = f"set {variable} to one that is up ({_list_usable(interfaces) or 'there is none'}), or unset it"
-            if not selected:
+            if not matches:
                 why = "processes fail to start with `no socket interface found` or `Unable to find address`"
                 yield Finding(Severity.BROKEN, f"{variable}={text}: there is no interface {name}", why, choose)
-            elif not any(one.is_alive for one in selected):
+            elif not any(interface.is_alive for interface in matches):
                 why = "processes cannot connect through an interface that is down, and wait until a timeout"
-                what = f"{variable}={text}: dead interface: {selected[0].describe()}"
-                yield Finding(Severity.BROKEN, what, why, f"`ip link set {selected[0].name} up` (as root), or {choose}")
+                what = f"{variable}={text}: dead interface: {matches[0].describe()}"
+                yield Finding(Severity.BROKEN, what, why, f"`ip link set {matches[0].name} up` (as root), or {choose}")
 
 
 def _list_usable(interfaces: Mapping[str, Interface]) -> str:
-    return ",".join(one.name for one in interfaces.values() if one.is_alive and one.addresses and one.name != "lo")
+    return ",".join(
+        interface.name
+        for interface in interfaces.values()
+        if interface.is_alive and interface.addresses and interface.name != "lo"
+    )
 
 
 def _check_dead(interfaces: list[Interface]) -> Iterator[Finding]:
-    for one in interfaces:
-        if one.addresses and not one.is_alive:
+    for interface in interfaces:
+        if interface.addresses and not interface.is_alive:
             yield Finding(
                 Severity.WARNING,
-                f"dead interface: {one.describe()}",
+                f"dead interface: {interface.describe()}",
                 "it has an address, so NCCL and Gloo may choose it, and then connections fail",
-                ("plug in its cable, or check what it is connected to" if one.is_up else f"`ip link set {one.name} up`")
-                + f"; or exclude it: NCCL_SOCKET_IFNAME=^{one.name},lo and GLOO_SOCKET_IFNAME=INTERFACE",
+                (
+                    "plug in its cable, or check what it is connected to"
+                    if interface.is_up
+                    else f"`ip link set {interface.name} up`"
+                )
+                + f"; or exclude it: NCCL_SOCKET_IFNAME=^{interface.name},lo and GLOO_SOCKET_IFNAME=INTERFACE",
             )
 
 
@@ -184,9 +200,9 @@ _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 def check_ports(context: CheckContext) -> CheckResult:
     """Listen on every port for a moment, and exchange a byte over the loopback interface."""
-    chosen = context.ports or _read_port_variable(context)
-    ports = chosen or (_DEFAULT,)
-    severity = Severity.BROKEN if chosen else Severity.WARNING
+    explicit_ports = context.ports or _read_port_variable(context)
+    ports = explicit_ports or (_DEFAULT,)
+    severity = Severity.BROKEN if explicit_ports else Severity.WARNING
     busy = {port: holder for port in ports if (holder := _find_port_holder(port)) is not None}
     findings = [_describe_taken_port(port, holder, severity) for port, holder in busy.items()]
     free = [str(port) for port in ports if port not in busy]
@@ -224,10 +240,10 @@ def _describe_program(port: int) -> str:
         try:
             process = psutil.Process(pid)
             words = " ".join(process.cmdline())[:100] or process.name()
-            stopped = ", which is stopped" if process.status() in _STOPPED else ""
+            suffix = ", which is stopped" if process.status() in _STOPPED else ""
         except psutil.Error:
             continue
-        return f"process {pid}{stopped}: {words}"
+        return f"process {pid}{suffix}: {words}"
     return "a program of another user, whose name only root can see"
 
 

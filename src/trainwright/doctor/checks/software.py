@@ -41,7 +41,7 @@ def check(context: CheckContext) -> CheckResult:
     findings = [*_check_mixed(), *_check_unusable(context.machine.unusable)]
     command = [sys.executable, "-P", "-c", _CODE]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_SECONDS)
     except subprocess.TimeoutExpired:
         findings.append(
             Finding(
@@ -52,9 +52,9 @@ def check(context: CheckContext) -> CheckResult:
             )
         )
         return CheckResult((), tuple(findings))
-    if ended.returncode:
-        return CheckResult((), (*findings, _describe_failed_import(ended)))
-    values = json.loads(ended.stdout.splitlines()[-1])
+    if result.returncode:
+        return CheckResult((), (*findings, _describe_failed_import(result)))
+    values = json.loads(result.stdout.splitlines()[-1])
     findings += _check_build(values, len(context.machine.gpus))
     return CheckResult(tuple(_describe_torch(values)), tuple(findings))
 
@@ -63,13 +63,13 @@ def _check_mixed() -> Iterator[Finding]:
     """Yield a finding if torch's files and its metadata are of different versions."""
     files = read_installed_build().version
     try:
-        recorded = metadata.version("torch")
+        metadata_version = metadata.version("torch")
     except metadata.PackageNotFoundError:
-        recorded = "no version"
-    if recorded.partition("+")[0] != files.partition("+")[0]:
+        metadata_version = "no version"
+    if metadata_version.partition("+")[0] != files.partition("+")[0]:
         yield Finding(
             Severity.BROKEN,
-            f"wrong torch build: its files are of {files}, and its metadata says {recorded}",
+            f"wrong torch build: its files are of {files}, and its metadata says {metadata_version}",
             "two builds were installed over each other, or another directory shadows one, so that libraries of both "
             "are mixed",
             f"{_INSTALL} (pip uninstall torch, until it says that there is none, then install it once)",
@@ -110,7 +110,7 @@ def _check_build(values: dict[str, Any], gpus: int) -> Iterator[Finding]:
             "compare `nvidia-smi` with `cat /proc/driver/nvidia/version`, and restart the machine after an update",
         )
     kernels = {int(match[1]) for name in values["kernels"] if (match := re.match(r"(?:sm|compute)_(\d+)", name))}
-    for major, minor in sorted({tuple(each) for each in values["capabilities"]}):
+    for major, minor in sorted({tuple(capability) for capability in values["capabilities"]}):
         # Kernels of the same major version run, and intermediate code of any earlier one is compiled.
         if (
             kernels
@@ -123,8 +123,8 @@ def _check_build(values: dict[str, Any], gpus: int) -> Iterator[Finding]:
                 "the first operation on the GPU fails with `no kernel image is available`",
                 f"install a build of torch whose list has sm_{major}{minor}: https://pytorch.org/get-started/locally",
             )
-    required = ("nccl",) if gpus > 1 else ("gloo",)
-    for name in required:
+    backends = ("nccl",) if gpus > 1 else ("gloo",)
+    for name in backends:
         if not values[name]:
             yield Finding(
                 Severity.BROKEN,
@@ -142,8 +142,8 @@ def _describe_torch(values: dict[str, Any]) -> Iterator[str]:
     kind = f"CUDA {values['cuda']}" if values["cuda"] else "CPU"
     yield f"torch {values['version']} for {kind}, in {os.path.dirname(values['file'])}"
     if values["capabilities"]:
-        shown = ", ".join(dict.fromkeys(f"{major}.{minor}" for major, minor in values["capabilities"]))
-        yield f"{len(values['capabilities'])} GPUs of compute capability {shown}; kernels for {len(values['kernels'])}"
+        text = ", ".join(dict.fromkeys(f"{major}.{minor}" for major, minor in values["capabilities"]))
+        yield f"{len(values['capabilities'])} GPUs of compute capability {text}; kernels for {len(values['kernels'])}"
 
 
 _PIP_SECONDS = 60.0
@@ -159,12 +159,12 @@ def check_packages(context: CheckContext) -> CheckResult:
     """Report every requirement of an installed package that is not met."""
     command = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "check"]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_SECONDS, errors="replace")
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_SECONDS, errors="replace")
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CannotCheck(f"pip check: {error}") from None
-    if "No module named pip" in ended.stderr:
+    if "No module named pip" in result.stderr:
         raise CannotCheck("pip is not installed in this environment; `uv pip check` does the same")
-    return CheckResult((", ".join(_list_versions()),), tuple(_check_requirements(ended.stdout)))
+    return CheckResult((", ".join(_list_versions()),), tuple(_check_requirements(result.stdout)))
 
 
 def _list_versions() -> Iterator[str]:
@@ -203,12 +203,12 @@ def _list_used_packages() -> set[str]:
             continue
         names.add(name)
         try:
-            required = metadata.requires(name) or []
+            requirements = metadata.requires(name) or []
         except metadata.PackageNotFoundError:
             continue
         if name != _OWN:  # extras of others are not ours
-            required = [text for text in required if "extra ==" not in text]
-        pending += [match[0].lower() for text in required if (match := re.match(r"[\w.-]+", text))]
+            requirements = [text for text in requirements if "extra ==" not in text]
+        pending += [match[0].lower() for text in requirements if (match := re.match(r"[\w.-]+", text))]
     return names
 
 
@@ -256,12 +256,12 @@ def _check_compiler(compiler: str, work: Path) -> Finding | None:
     headers = sysconfig.get_paths()["include"]
     command = [*compiler.split(), "-shared", "-fPIC", "-fopenmp", f"-I{headers}", str(source), "-o", str(library)]
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_SECONDS)
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         return _build_warning(f"{compiler} does not work: {error}", "reinstall it: apt-get install --reinstall g++")
-    if ended.returncode == 0:
+    if result.returncode == 0:
         return None
-    line = next((line for line in ended.stderr.splitlines() if "error" in line.lower()), ended.stderr.strip()[:200])
+    line = next((line for line in result.stderr.splitlines() if "error" in line.lower()), result.stderr.strip()[:200])
     if "Python.h" in line:
         return _build_warning(
             f"Python's headers are not in {headers}", "apt-get install python3-dev (of this Python's version)"
@@ -272,7 +272,7 @@ def _check_compiler(compiler: str, work: Path) -> Finding | None:
 
 
 def _check_cuda(facts: list[str]) -> Iterator[Finding]:
-    required = read_installed_build().cuda
+    version = read_installed_build().cuda
     nvcc = shutil.which("nvcc") or _find_existing(
         os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin/nvcc")
     )
@@ -281,15 +281,15 @@ def _check_cuda(facts: list[str]) -> Iterator[Finding]:
             Severity.NOTE,
             "there is no nvcc",
             "only extensions that are built on this machine need it, such as DeepSpeed's fused optimizers",
-            f"install the CUDA toolkit {required} if you use one of them",
+            f"install the CUDA toolkit {version} if you use one of them",
         )
         return
     match = re.search(r"release (\d+)\.", _read_version([nvcc, "--version"]))
     facts.append(f"{nvcc}, CUDA {match[1] if match else 'unknown'}")
-    if required is not None and match is not None and match[1] != required.partition(".")[0]:
+    if version is not None and match is not None and match[1] != version.partition(".")[0]:
         yield _build_warning(
-            f"nvcc is of CUDA {match[1]}, and torch of CUDA {required}",
-            f"install the CUDA toolkit {required} and set CUDA_HOME to it, or torch for CUDA {match[1]}",
+            f"nvcc is of CUDA {match[1]}, and torch of CUDA {version}",
+            f"install the CUDA toolkit {version} and set CUDA_HOME to it, or torch for CUDA {match[1]}",
         )
 
 
@@ -299,10 +299,10 @@ def _find_existing(path: str) -> str | None:
 
 def _read_version(command: list[str]) -> str:
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_SECONDS)
+        result = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_COMPILE_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    match = re.search(r"release \d+\.\d+|\d+\.\d+(?:\.\d+)?", ended.stdout)
+    match = re.search(r"release \d+\.\d+|\d+\.\d+(?:\.\d+)?", result.stdout)
     return match[0] if match else ""
 
 

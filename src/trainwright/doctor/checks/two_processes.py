@@ -150,21 +150,21 @@ def _run(context: CheckContext, side: ComparedRun, what: str) -> Finding | None:
 def _compare_strategy(context: CheckContext, reference: ComparedRun, name: str) -> tuple[str, list[Finding]]:
     from trainwright.doctor.verify import TOLERANCES, Comparison
 
-    started, what = time.monotonic(), f"two ranks of {name}"
+    start, subject = time.monotonic(), f"two ranks of {name}"
     try:
         side = _train_side(context, name, 2)
     except Stopped:
         raise
     except TrainwrightError as error:
-        return f"{name}: not possible", [_describe_failure(what, str(error))]
-    if (finding := _run(context, side, what)) is not None:
+        return f"{name}: not possible", [_describe_failure(subject, str(error))]
+    if (finding := _run(context, side, subject)) is not None:
         return f"{name}: failed", [finding]
-    compared = Comparison.from_runs((reference.name, side.name), (reference.run, side.run), TOLERANCES["no"])
-    fact = f"{name}: {format_seconds(time.monotonic() - started)}, with {_STEPS} steps whose losses differ by at most "
-    fact += f"{compared.find_worst_difference('loss'):.0e} from those of one process"
-    if compared.is_same:
+    comparison = Comparison.from_runs((reference.name, side.name), (reference.run, side.run), TOLERANCES["no"])
+    fact = f"{name}: {format_seconds(time.monotonic() - start)}, with {_STEPS} steps whose losses differ by at most "
+    fact += f"{comparison.find_worst_difference('loss'):.0e} from those of one process"
+    if comparison.is_same:
         return fact, []
-    return fact, [_describe_difference(what, compared.verdict())]
+    return fact, [_describe_difference(subject, comparison.verdict())]
 
 
 def _describe_failure(what: str, message: str) -> Finding:
@@ -294,15 +294,15 @@ def _provoke_fault(
     from trainwright.run.supervisor import run_workers
 
     logs = context.work / fault.__name__
-    started = time.monotonic()
+    start = time.monotonic()
     with watch_launches(what, _FAULT_SECONDS, context.end):
         entry = functools.partial(_fail_second_rank, device, fault, logs)
-        ended = run_workers(entry, processes=PROCESSES, logs=logs, stopping=context.stopping)
-    failed_at = float((logs / "failed-at").read_text(encoding="ascii")) if (logs / "failed-at").exists() else started
+        result = run_workers(entry, processes=PROCESSES, logs=logs, stopping=context.stopping)
+    failed_at = float((logs / "failed-at").read_text(encoding="ascii")) if (logs / "failed-at").exists() else start
     took = time.monotonic() - failed_at
-    message = ended.message if isinstance(ended, Failure) else "the launch ended without an error"
+    message = result.message if isinstance(result, Failure) else "the launch ended without an error"
     findings = []
-    if not isinstance(ended, Failure) or not is_named(ended):
+    if not isinstance(result, Failure) or not is_named(result):
         findings.append(_describe_unnamed_rank(what, message))
     if survivors := [child.pid for child in multiprocessing.active_children()]:
         findings.append(_describe_survivors(what, survivors))
@@ -346,8 +346,8 @@ def _exhaust_memory() -> None:
         if module.is_initialized():
             torch.empty(2 * module.get_device_properties(0).total_memory, dtype=torch.uint8, device=device)
             return
-    used = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + _HEADROOM, resource.RLIM_INFINITY))
+    usage = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (usage + _HEADROOM, resource.RLIM_INFINITY))
     torch.empty(_ASKED, dtype=torch.uint8).fill_(1)
 
 

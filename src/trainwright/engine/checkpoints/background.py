@@ -108,8 +108,8 @@ class Background:
         if part is None:
             part = catch_os_error(lambda: self._write(scratch, blocks, changing), scratch)
         assert part is not None
-        places = build_block_entries(format_part_name(self._world.rank), blocks)
-        self._flight = _InFlight(step, places, state, recipe, part)
+        manifest_entries = build_block_entries(format_part_name(self._world.rank), blocks)
+        self._flight = _InFlight(step, manifest_entries, state, recipe, part)
 
     def _write(self, scratch: Path, blocks: Mapping[str, Shard], changing: Set[int]) -> BackgroundTask:
         make_scratch(scratch)

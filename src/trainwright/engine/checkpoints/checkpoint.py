@@ -137,11 +137,11 @@ class Checkpoints:
             if len(steps) <= self._keep_last - usable:
                 return  # all checkpoints are kept, usable or not
             usable += self._is_usable(steps.pop())
-        retained = {best} if self._keep_best else set()
+        retained_steps = {best} if self._keep_best else set()
         if trusted_before is not None:
-            retained.add(max((step for step in self.steps() if step < trusted_before), default=None))
+            retained_steps.add(max((step for step in self.steps() if step < trusted_before), default=None))
         for step in steps:
-            if step not in retained:
+            if step not in retained_steps:
                 self._remove(step, remove)
 
     def remove_from(self, step: int) -> None:
@@ -152,9 +152,9 @@ class Checkpoints:
 
     def _remove(self, step: int, remove: Callable[[Path], None]) -> None:
         # Rename first, so that a kill during removal leaves no partial checkpoint under a valid name.
-        doomed = self._directory / f".removing-{self.path(step).name}"
-        self.path(step).rename(doomed)
-        remove(doomed)
+        renamed_path = self._directory / f".removing-{self.path(step).name}"
+        self.path(step).rename(renamed_path)
+        remove(renamed_path)
 
     def _is_usable(self, step: int) -> bool:
         """Return whether a checkpoint has not been refused, and has a valid manifest and files of the sizes in it.
@@ -202,7 +202,7 @@ class Checkpoints:
         Raises:
             UnreadableCheckpoint: the machine could not read which checkpoints there are.
         """
-        refused: list[CheckpointError] = []
+        errors: list[CheckpointError] = []
         try:
             steps = self.steps()
         except OSError as error:
@@ -210,11 +210,11 @@ class Checkpoints:
         for step in reversed(steps):
             if before is not None and step >= before:
                 continue
-            opened = self._open(step)
-            if isinstance(opened, Checkpoint):
-                return opened, refused
-            refused.append(opened)
-        return None, refused
+            result = self._open(step)
+            if isinstance(result, Checkpoint):
+                return result, errors
+            errors.append(result)
+        return None, errors
 
 
 class Checkpoint:
@@ -252,8 +252,8 @@ class Checkpoint:
 
     def has_optimizer(self, name: str, tensors: set[str]) -> bool:
         """Return whether the checkpoint has exactly these tensors of the state of the optimizer ``name``."""
-        stored = {each for each in self._manifest.tensors if each.startswith("optimizer.")}
-        return stored == tensors and load_recipe(self.path / RECIPE).optimizer.name == name
+        stored_names = {tensor for tensor in self._manifest.tensors if tensor.startswith("optimizer.")}
+        return stored_names == tensors and load_recipe(self.path / RECIPE).optimizer.name == name
 
     def open_reader(self) -> Reader:
         """Return a reader of any blocks of any tensors. Use it as a context manager."""
@@ -372,14 +372,14 @@ def own_blocks(shards: Mapping[str, Shard]) -> dict[str, Shard]:
     blocks with the same number of replicas.
     """
     loads: dict[int, list[int]] = {}
-    own = {}
+    local_blocks = {}
     for name, shard in shards.items():
         load = loads.setdefault(shard.replicas, [0] * shard.replicas)
         owner = load.index(min(load))
         load[owner] += shard.local.numel() * shard.local.element_size()
         if owner == shard.replica and shard.local.numel():
-            own[name] = shard
-    return own
+            local_blocks[name] = shard
+    return local_blocks
 
 
 def catch_os_error(action: Any, path: Path) -> Any:

@@ -134,19 +134,19 @@ class Checkpointing:
             self._saving.started()
             self._blocked = time.monotonic() - started_at
             return
-        used = time.process_time()
+        cpu_started_at = time.process_time()
         try:
-            saved = self._checkpoints.save(training.world, step, shards, self._state(), training.recipe_text)
+            saved_checkpoint = self._checkpoints.save(training.world, step, shards, self._state(), training.recipe_text)
             if training.task.base is not None:
-                check_checkpoint(training.task, training.world, saved.path, shards)
+                check_checkpoint(training.task, training.world, saved_checkpoint.path, shards)
         except CheckpointError as error:
             self._saving.started()
             self._failed(step, error, time.monotonic() - started_at, required=required)
         else:
             self._saving.started()
             self._blocked = time.monotonic() - started_at
-            self._choice.written(_own_bytes(shards), (time.process_time() - used) / self._blocked)
-            self._saved(step, saved)
+            self._choice.written(_own_bytes(shards), (time.process_time() - cpu_started_at) / self._blocked)
+            self._saved(step, saved_checkpoint)
 
     def before_update(self) -> None:
         """Wait until the checkpoint that is being written no longer needs the weights; call it before they change."""
@@ -165,8 +165,8 @@ class Checkpointing:
     def after_step(self, seconds: float, tokens: int) -> None:
         """Count what the checkpoint that is being written has cost a step; call it before ``advance``."""
         more = self._slowed.add(seconds, tokens, beside=self._background.step is not None)
-        if (own := heartbeat.find_own_heartbeat()) is not None:
-            own.slowed += more
+        if (local_heartbeat := heartbeat.find_own_heartbeat()) is not None:
+            local_heartbeat.slowed += more
 
     def _get_ready(self) -> None:
         """Allocate memory for the copy, once the state has its size: after the first step."""
@@ -220,7 +220,7 @@ class Checkpointing:
         if step is None:
             return
         try:
-            saved = work()
+            saved_checkpoint = work()
         except CheckpointError as error:
             later = "" if self._background.usable else "; training waits for checkpoints from now on"
             seconds = 0.0 if waits else time.monotonic() - started_at
@@ -228,8 +228,8 @@ class Checkpointing:
             return
         seconds = time.monotonic() - started_at
         self._blocked += seconds
-        if saved is not None:
-            self._saved(step, saved, waited=seconds if waits else 0.0)
+        if saved_checkpoint is not None:
+            self._saved(step, saved_checkpoint, waited=seconds if waits else 0.0)
 
     def _saved(self, step: int, saved: SavedCheckpoint, waited: float = 0.0) -> None:
         self.step, self._best, started_at, self._failures = step, self._best_at_start, time.monotonic(), 0
@@ -240,15 +240,15 @@ class Checkpointing:
             self._report_copies()
         self._training.world.barrier()  # it may have removed for long
         self._blocked += time.monotonic() - started_at
-        slowed = self._slowed.take()
-        self._saving.record_seconds(self._blocked - waited + slowed)
+        slowed_seconds = self._slowed.take()
+        self._saving.record_seconds(self._blocked - waited + slowed_seconds)
         self._training.events.emit(
             CheckpointWritten(
                 step=step,
                 path=saved.path,
                 seconds=saved.seconds,
                 blocked_seconds=self._blocked,
-                slowed_seconds=slowed,
+                slowed_seconds=slowed_seconds,
                 copy_seconds=self._copies.seconds,
             )
         )
@@ -308,29 +308,29 @@ class Checkpointing:
         world, events = self._training.world, self._training.events
         heartbeat.begin_phase(phase)
         # The step, as the path on another node may be another one; and the exit code and message if none can be used.
-        chosen: int | None = None
+        newest_step: int | None = None
         unusable: tuple[int, str] | None = None
         if world.is_main:
             events.announce("checking the newest checkpoint")
-            checkpoint, refused = self._checkpoints.find_latest(before)
+            checkpoint, errors = self._checkpoints.find_latest(before)
             copy = self._copies.newest(None if checkpoint is None else checkpoint.step, Checkpoint.open, before)
-            for reason in refused:
+            for reason in errors:
                 action = "use the one before it" if copy is None else "use a copy"
                 events.emit(Fault(kind="checkpoint", rank=0, detail=str(reason), action=action))
             self._report_copies()
             if copy is not None:
                 checkpoint = copy
                 events.emit(Notice(message=f"{copy.path} is restored from a copy"))
-            chosen = None if checkpoint is None else checkpoint.step
-            if chosen is None and refused:
-                unusable = _explain_none_usable(refused)
-            if before is not None and (chosen is not None or before == 1):
+            newest_step = None if checkpoint is None else checkpoint.step
+            if newest_step is None and errors:
+                unusable = _explain_none_usable(errors)
+            if before is not None and (newest_step is not None or before == 1):
                 self._copies.remove_from(before)  # first, so that none is restored if this process ends now
                 self._checkpoints.remove_from(before)
-        chosen, unusable = world.broadcast((chosen, unusable))
+        newest_step, unusable = world.broadcast((newest_step, unusable))
         if unusable is not None:
             raise build_error(*unusable)
-        return None if chosen is None else Checkpoint.open(self._checkpoints.path(chosen), verify=False)
+        return None if newest_step is None else Checkpoint.open(self._checkpoints.path(newest_step), verify=False)
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Load the state of a checkpoint.
@@ -338,16 +338,16 @@ class Checkpointing:
         Raises:
             RequestError: the examples or the frozen weights differ from those that the run was trained on.
         """
-        training, saved = self._training, checkpoint.state
+        training, saved_state = self._training, checkpoint.state
         self._check(checkpoint)
         try:
-            progress = TrainingProgress.of(saved.get("progress", {}))
-            own, *of_policies = (
+            progress = TrainingProgress.of(saved_state.get("progress", {}))
+            task_state, *of_policies = (
                 {str(name): float(value) for name, value in values.items()}
-                for values in (saved.get("task", {}), *saved.get("policies", {}).values())
+                for values in (saved_state.get("task", {}), *saved_state.get("policies", {}).values())
             )
-            states = dict(zip(saved.get("policies", {}), of_policies, strict=True))
-            training.task.stream.resume(saved.get("stream", {}))
+            states = dict(zip(saved_state.get("policies", {}), of_policies, strict=True))
+            training.task.stream.resume(saved_state.get("stream", {}))
         except (ValueError, TypeError, AttributeError) as error:
             raise RequestError(f"{checkpoint.path}/state.json is not the state of a run: {error}") from error
         with checkpoint.open_reader() as reader:
@@ -355,10 +355,10 @@ class Checkpointing:
         training.strategy.world.barrier()  # some ranks may have read for longer than others
         training.progress = progress
         # Nothing stays of the steps that a rewind takes back.
-        _replace(training.task.state, self._first_task_state | own)
+        _replace(training.task.state, self._first_task_state | task_state)
         for name, policy in self._policies.items():
             _replace(policy.state, self._first_states[name] | states.get(name, {}))
-        self.step, self.parent = progress.step, saved.get("parent")
+        self.step, self.parent = progress.step, saved_state.get("parent")
         self._best = progress.best_loss, progress.best_step
 
     def fork(self, parent: ParentCheckpoint) -> None:
@@ -397,8 +397,8 @@ class Checkpointing:
             return torch.zeros(shard.local.shape, dtype=shard.local.dtype)
 
         training.strategy.load_state(seen)
-        needed = {name for rank in world.gather(sorted(names)) for name in rank if name.startswith("optimizer.")}
-        goes_on = checkpoint.has_optimizer(training.recipe.optimizer.name, needed)
+        tensors = {name for rank in world.gather(sorted(names)) for name in rank if name.startswith("optimizer.")}
+        goes_on = checkpoint.has_optimizer(training.recipe.optimizer.name, tensors)
         try:
             with checkpoint.open_reader() as reader:
                 training.strategy.load_state(reader, optimizer=goes_on)
@@ -483,7 +483,7 @@ def _index_by_name(policies: Sequence[StepPolicy]) -> dict[str, StepPolicy]:
     for policy in policies:
         name = type(policy).__name__
         if name in by_name:
-            classes = " and ".join(f"{type(other).__module__}:{name}" for other in (by_name[name], policy))
+            classes = " and ".join(f"{type(namesake).__module__}:{name}" for namesake in (by_name[name], policy))
             raise RequestError(
                 f"train.step_policies: {classes} have the same name, under which a checkpoint saves the state of one "
                 "of them; rename a class, or list it once"

@@ -137,7 +137,7 @@ def check_checkpoint(task: Task, world: World, path: Path, shards: Mapping[str, 
         problem = str(error)
     outcomes = world.gather((problem, task.adds_nothing(adapter)))
     problem = next((reason for reason, _ in outcomes if reason is not None), None)
-    if problem is None and all(nothing for _, nothing in outcomes):
+    if problem is None and all(is_zero for _, is_zero in outcomes):
         problem = "the adapter in it adds nothing to the model"
     if problem is not None:
         if world.is_main:

@@ -138,13 +138,13 @@ def read_inside(directory: Path, name: str, limit: int) -> str:
 
 def check_tensors(path: Path, file: str, manifest: Manifest) -> None:
     """Raise CheckpointError unless the header of a tensor file matches the manifest."""
-    expected = manifest.look_up_shapes(file)
+    shapes = manifest.look_up_shapes(file)
     try:
         open_inside(path, file).close()
         header = read_header(path / file)
     except (OSError, DamagedFile) as error:
         raise build_read_error(path / file, error) from error
-    if header != expected:
+    if header != shapes:
         raise CheckpointError(f"{path / file} does not contain the tensors listed in the manifest")
 
 
@@ -162,10 +162,10 @@ def build_read_error(path: Path, error: Exception) -> CheckpointError:
 def _parse_files(files: dict[str, Any]) -> dict[str, tuple[int, str]]:
     """Return the size and SHA-256 of every file, by name."""
     by_name = {}
-    for name, stated in files.items():
+    for name, entry in files.items():
         if not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is not the name of a checkpoint's file")
-        size, digest = stated["size"], stated["sha256"]
+        size, digest = entry["size"], entry["sha256"]
         if not _is_count(size) or not _DIGEST.fullmatch(digest):
             raise ValueError(f"the size or checksum of {name} is missing")
         by_name[name] = (size, digest)
@@ -196,10 +196,10 @@ def compute_full_shape(blocks: Iterable[Block]) -> tuple[int, ...]:
 
 def _check_complete(name: str, blocks: list[Block]) -> None:
     """Check that blocks fill their tensor: distinct files and offsets, and together the tensor's number of elements."""
-    places = {tuple(block["offset"]) for block in blocks}
+    offsets = {tuple(block["offset"]) for block in blocks}
     files = {block["file"] for block in blocks}
-    stored = sum(math.prod(block["size"]) for block in blocks)
-    if len(places) < len(blocks) or len(files) < len(blocks) or stored != math.prod(compute_full_shape(blocks)):
+    elements = sum(math.prod(block["size"]) for block in blocks)
+    if len(offsets) < len(blocks) or len(files) < len(blocks) or elements != math.prod(compute_full_shape(blocks)):
         raise ValueError(f"the blocks of tensor {name} do not make one whole")
 
 
@@ -219,16 +219,16 @@ def write_synced(path: Path, data: Iterable[bytes | memoryview]) -> tuple[int, s
     Raises:
         OSError: the disk is full or not writable, or has other bytes; a partial file may remain.
     """
-    digest, unsynced = hashlib.sha256(), 0
+    digest, unsynced_bytes = hashlib.sha256(), 0
     with path.open("wb") as file:
         for piece in (part[begin : begin + PIECE] for part in data for begin in range(0, len(part), PIECE)):
             file.write(piece)
             digest.update(piece)
-            unsynced += len(piece)
-            if unsynced >= _UNSYNCED:
+            unsynced_bytes += len(piece)
+            if unsynced_bytes >= _UNSYNCED:
                 file.flush()
                 os.fdatasync(file.fileno()) if hasattr(os, "fdatasync") else os.fsync(file.fileno())
-                unsynced = 0
+                unsynced_bytes = 0
         file.flush()
         os.fsync(file.fileno())
     compare_with_disk(path, digest.hexdigest())

@@ -51,19 +51,19 @@ class ParentCheckpoint:
         Raises:
             RequestError: there is no such run or checkpoint, its manifest is damaged, or it is another one than before.
         """
-        run, step, expected = _parse_reference(reference)
+        run, step, expected_sha256 = _parse_reference(reference)
         if not (run / RECIPE).is_file():
             raise RequestError(f"{KEY}: {run} is not a run: it has no {RECIPE}; name the directory of one")
         steps = list(list_checkpoints(run / "checkpoints"))
         if not steps or (step is not None and step not in steps):
-            there = f"it has those of steps {', '.join(map(str, steps))}" if steps else "it has none"
-            raise RequestError(f"{KEY}: {run} has no checkpoint{'' if step is None else f' of step {step}'}; {there}")
+            hint = f"it has those of steps {', '.join(map(str, steps))}" if steps else "it has none"
+            raise RequestError(f"{KEY}: {run} has no checkpoint{'' if step is None else f' of step {step}'}; {hint}")
         step = steps[-1] if step is None else step
         try:
             sha256 = Manifest.read(build_checkpoint_path(run / "checkpoints", step)).sha256
         except CheckpointError as error:
             raise RequestError(f"{KEY}: {error}; name another step: {quote_word(str(run))}@STEP") from error
-        if expected is not None and sha256 != expected:
+        if expected_sha256 is not None and sha256 != expected_sha256:
             path = build_checkpoint_path(run / "checkpoints", step)
             raise RequestError(f"{KEY}: {path} is not the checkpoint that this run starts from: its checksum differs")
         return cls(run, step, sha256)
@@ -97,7 +97,7 @@ def is_same(reference: object, of_run: object) -> bool:
         return reference is None
     run, *rest = _parse_reference(reference)
     own_run, *own_rest = _parse_reference(of_run)
-    return run == own_run and all(value in (None, own) for value, own in zip(rest, own_rest, strict=True))
+    return run == own_run and all(value in (None, run_value) for value, run_value in zip(rest, own_rest, strict=True))
 
 
 def has_same_batches(recipe: RecipeSchema, checkpoint: Path) -> bool:
@@ -109,11 +109,11 @@ def has_same_batches(recipe: RecipeSchema, checkpoint: Path) -> bool:
 def _order(recipe: RecipeSchema) -> dict[str, object]:
     """Return what the global batches follow from, beside the rows."""
     train, data = recipe.train, recipe.data.model_dump()
-    excluded = {"validation"} if train.batch_unit == "packs" else {"validation", "pack_length"}
+    excluded_keys = {"validation"} if train.batch_unit == "packs" else {"validation", "pack_length"}
     keys = ("seed", "global_batch_size", "batch_unit", "initial_batch_size", "batch_warmup_steps")
     return {
         "task": recipe.task,
-        **{key: value for key, value in data.items() if key not in excluded},
+        **{key: value for key, value in data.items() if key not in excluded_keys},
         **{key: getattr(train, key) for key in keys},
     }
 

@@ -162,8 +162,8 @@ class RemoteStore:
             into.mkdir(parents=True)
         try:
             self._fetch(f"{name}/{MANIFEST}", into / MANIFEST)
-            for file, expected in Manifest.read(into).files.items():  # names without directories
-                if self._fetch(f"{name}/{file}", into / file) != expected:
+            for file, digest in Manifest.read(into).files.items():  # names without directories
+                if self._fetch(f"{name}/{file}", into / file) != digest:
                     raise CheckpointError(f"{file} is damaged (size or checksum differs)")
         except FileNotFoundError as error:
             raise CheckpointError(f"it is incomplete: {error}") from error
@@ -261,8 +261,8 @@ class RemoteStore:
 
     def _check_size(self, path: str, size: int) -> None:
         self._files.invalidate_cache()
-        if (stored := self._files.info(path)["size"]) != size:
-            raise OSError(f"{path} has {stored:,} bytes there, not {size:,}")
+        if (stored_size := self._files.info(path)["size"]) != size:
+            raise OSError(f"{path} has {stored_size:,} bytes there, not {size:,}")
 
     def _fetch(self, name: str, into: Path) -> tuple[int, str]:
         with convert_write_errors(into):
@@ -317,8 +317,8 @@ def _append(piece: bytes, target: FileIO) -> None:
 
 def _choose_part_size(pieces: Iterable[bytes]) -> int:
     """Return the bytes per part of an upload, which is what stays in memory, a multiple of 256 KiB."""
-    needed = getattr(pieces, "size", 0) // _MAX_PARTS
-    return max(_LEAST_PART, -(-needed // 2**18) * 2**18)
+    needed_bytes = getattr(pieces, "size", 0) // _MAX_PARTS
+    return max(_LEAST_PART, -(-needed_bytes // 2**18) * 2**18)
 
 
 def _refuse_secrets(where: str, key: str) -> None:
@@ -376,13 +376,13 @@ class StoredRun:
             if seal != _digest_of(content):
                 raise CheckpointError("run.json is damaged (its checksum differs)")
             parts = tuple(Part(int(part["start"]), int(part["end"]), str(part["sha256"])) for part in content["events"])
-            stored = cls(str(content["run"]), str(content["recipe"]), str(content["plan"]), parts)
+            stored_run = cls(str(content["run"]), str(content["recipe"]), str(content["plan"]), parts)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"run.json is not the record of a run: {error}") from error
         ends = [0, *(part.end for part in parts)]
         if any(part.start != end or not _PART.fullmatch(part.name) for part, end in zip(parts, ends, strict=False)):
             raise CheckpointError("the parts of the events in run.json do not make one whole")
-        return stored
+        return stored_run
 
     @classmethod
     def of(cls, store: RemoteStore, name: str) -> StoredRun | None:
@@ -394,8 +394,8 @@ class StoredRun:
 
     def begins(self, file: Path) -> bool:
         """Return whether ``file`` begins with all of the stored events. Raises OSError."""
-        with file.open("rb") as own:
-            return all(_digest(_iterate_range(own, part.start, part.end)) == part.sha256 for part in self.events)
+        with file.open("rb") as stream:
+            return all(_digest(_iterate_range(stream, part.start, part.end)) == part.sha256 for part in self.events)
 
     def write_events(self, store: RemoteStore, file: Path) -> None:
         """Write the events to ``file``.
@@ -423,10 +423,10 @@ def name_in_stores(run: Path) -> str:
     """Return the name of a run's copies: that of its directory, with that of the array of jobs it is an element of."""
     run = run.absolute()
     try:
-        stored = json.loads((run / PLAN).read_text(encoding="utf-8")).get(STORED_AS)
+        stored_name = json.loads((run / PLAN).read_text(encoding="utf-8")).get(STORED_AS)
     except (OSError, ValueError, AttributeError, RecursionError):
-        stored = None
-    return stored if isinstance(stored, str) and stored else choose_default_name(run)
+        stored_name = None
+    return stored_name if isinstance(stored_name, str) and stored_name else choose_default_name(run)
 
 
 def choose_default_name(run: Path) -> str:

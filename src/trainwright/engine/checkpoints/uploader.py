@@ -62,7 +62,7 @@ class Copies:
     def __init__(self, urls: Sequence[str], checkpoints: Path) -> None:
         self._directory, self._run = checkpoints, checkpoints.parent
         name = name_in_stores(self._run) if urls else ""
-        self._stores = [StoreState(RemoteStore(where, name), checkpoints) for where in urls]
+        self._stores = [StoreState(RemoteStore(url, name), checkpoints) for url in urls]
         self.seconds: float | None = None  # how long the newest complete copy has taken
         self._problems: list[str] = []
         self._recovered: list[str] = []
@@ -102,22 +102,22 @@ class Copies:
     def take_recovered(self) -> list[str]:
         """Return which places work again since the last call, a line each."""
         with self._changed:
-            recovered, self._recovered = self._recovered, []
-        return recovered
+            lines, self._recovered = self._recovered, []
+        return lines
 
     def wait(self, stall: float = _STALL_SECONDS) -> None:
         """Wait until everything that was added is copied, or nothing moves for ``stall`` seconds."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        moved, since = self._moved(), time.monotonic()
+        moved_bytes, since = self._moved(), time.monotonic()
         while (thread := self._thread) is not None:
             thread.join(_LOOK_SECONDS)
-            if (now := self._moved()) != moved:
-                moved, since = now, time.monotonic()
+            if (now := self._moved()) != moved_bytes:
+                moved_bytes, since = now, time.monotonic()
             elif thread.is_alive() and time.monotonic() - since > stall:
-                where = ", ".join(state.store.where for state in self._stores)
-                self._problems.append(f"checkpoint.copies: {where}: nothing moves; the newest copy is not complete")
+                locations = ", ".join(state.store.where for state in self._stores)
+                self._problems.append(f"checkpoint.copies: {locations}: nothing moves; the newest copy is not complete")
                 return
         self._closing = False
         for state in (state for state in self._stores if state.abandoned.step is not None):
@@ -150,9 +150,9 @@ class Copies:
             return self._restore_newest(after, open_checkpoint, before)
         finally:  # not before: what is being removed cannot be read
             with self._changed:
-                abandoned = [state.abandoned.step for state in self._stores if state.abandoned.step is not None]
-                if abandoned and self._thread is None:  # otherwise it is tried before the next copy
-                    self._remove_abandoned(min(abandoned))
+                abandoned_steps = [state.abandoned.step for state in self._stores if state.abandoned.step is not None]
+                if abandoned_steps and self._thread is None:  # otherwise it is tried before the next copy
+                    self._remove_abandoned(min(abandoned_steps))
 
     def _restore_newest(
         self, after: int | None, open_checkpoint: Callable[[Path], Checkpoint], before: int | None
@@ -163,10 +163,10 @@ class Copies:
             if before is not None and step >= before:
                 continue
             try:
-                stored = state.read_record(name)
-                if stored is not None and not stored.begins(self._run / EVENTS):
+                stored_run = state.read_record(name)
+                if stored_run is not None and not stored_run.begins(self._run / EVENTS):
                     raise CheckpointError("the run has gone on elsewhere; stop it, and --resume it to go on from there")
-                if state.abandoned.has(step, stored):
+                if state.abandoned.has(step, stored_run):
                     continue
                 restore(state.store, name, self._directory)
                 return open_checkpoint(self._directory / name)
@@ -204,23 +204,23 @@ class Copies:
                         self._report_incomplete(upload)
                     upload.stack.close()
                     upload = None
-                abandoned, self._abandoned = self._abandoned, None
-                carried = upload  # what waits was added after the run went back
+                abandoned_step, self._abandoned = self._abandoned, None
+                checkpoint_upload = upload  # what waits was added after the run went back
                 if upload is None:
                     upload, self._waiting = self._waiting, None
                 if upload is None:
                     upload, self._model = self._model, None
-                if upload is None and abandoned is None:
+                if upload is None and abandoned_step is None:
                     self._thread = None
                     return
-            if abandoned is not None:
+            if abandoned_step is not None:
                 for state in self._stores:
                     try:
                         state.remove_abandoned()
                     except Exception as error:  # tried again before the next copy
                         self._failed(state, error)
-                if carried is not None and carried.is_at_or_after(abandoned):
-                    carried.stores.clear()
+                if checkpoint_upload is not None and checkpoint_upload.is_at_or_after(abandoned_step):
+                    checkpoint_upload.stores.clear()
             if upload is not None:
                 upload.stores[:] = [state for state in upload.stores if not self._copied(state, upload)]
                 upload.tries += 1
@@ -392,14 +392,14 @@ class Abandoned:
 
     def _write(self, step: int | None) -> None:
         steps = _read_abandoned(self._file)
-        changed = {name: value for name, value in steps.items() if name != self._root}
+        new_steps = {name: value for name, value in steps.items() if name != self._root}
         if step is not None:
-            changed[self._root] = step
-        if changed == steps:
+            new_steps[self._root] = step
+        if new_steps == steps:
             return
         with suppress(OSError):  # this launch knows it in any case
-            if changed:
-                write_file(self._file, json.dumps(changed))
+            if new_steps:
+                write_file(self._file, json.dumps(new_steps))
             else:
                 self._file.unlink()
 
@@ -440,7 +440,7 @@ class StoreState:
 
         Later ones stay if they are complete: the run has gone on elsewhere, and this machine is behind.
         """
-        known = self._read_known_parts()
+        known_parts = self._read_known_parts()
         sums = _compute_sums(upload)
         parts: list[tuple[Part, ...]] = []
 
@@ -450,9 +450,9 @@ class StoreState:
             return StoredRun(compute_identity(self.run), recipe, plan, parts[-1]).text()
 
         self.store.write(upload.path.name, upload.files, sums, record)
-        known[upload.path.name] = parts[-1]
-        others = {step: name for step, name in self.store.steps().items() if step not in retained}
-        self.remove({name for step, name in others.items() if step < upload.step or not self.store.is_complete(name)})
+        known_parts[upload.path.name] = parts[-1]
+        by_step = {step: name for step, name in self.store.steps().items() if step not in retained}
+        self.remove({name for step, name in by_step.items() if step < upload.step or not self.store.is_complete(name)})
 
     def copy_model(self, upload: CheckpointUpload) -> None:
         """Write the model, unless the same is there. Raises what the place raises."""
@@ -461,17 +461,17 @@ class StoreState:
         if self.store.manifest(FINAL) == manifest:
             return
         self.store.remove([FINAL])  # an earlier one may have had other files
-        sums = {name: (int(stated["size"]), str(stated["sha256"])) for name, stated in upload.digests.items()}
+        sums = {name: (int(digest["size"]), str(digest["sha256"])) for name, digest in upload.digests.items()}
         self.store.write(FINAL, [*upload.files, (MANIFEST, io.BytesIO(manifest))], sums)
 
     def remove(self, names: set[str]) -> None:
         """Remove checkpoints, and the parts of the events that no other one refers to. Raises what the place raises."""
-        known = self._read_known_parts()
+        known_parts = self._read_known_parts()
         self.store.remove(sorted(names))
         for name in names:
-            known.pop(name, None)
-        needed = {part.name for parts in known.values() for part in parts}
-        for part in set(self.store.parts()) - needed:
+            known_parts.pop(name, None)
+        needed_names = {part.name for parts in known_parts.values() for part in parts}
+        for part in set(self.store.parts()) - needed_names:
             self.store.remove_part(part)
 
     def remove_abandoned(self) -> None:
@@ -486,12 +486,12 @@ class StoreState:
     def read_record(self, name: str) -> StoredRun | None:
         """Return the record of a checkpoint; None if it is not whole. Raises CheckpointError if it is another run's."""
         try:
-            stored = StoredRun.of(self.store, name)
+            stored_run = StoredRun.of(self.store, name)
         except CheckpointError:
             return None
-        if stored is not None and stored.run != compute_identity(self.run):
+        if stored_run is not None and stored_run.run != compute_identity(self.run):
             raise CheckpointError(f"it has copies of another run of this name ({name}); nothing is copied there")
-        return stored
+        return stored_run
 
     def _read_known_parts(self) -> dict[str, tuple[Part, ...]]:
         """Return the parts of the events by checkpoint. Raises CheckpointError if any is another run's.
@@ -501,17 +501,17 @@ class StoreState:
         names = set(self.store.steps().values())
         if self.known is not None:
             for name in names - self.known.keys():
-                if (stored := self.read_record(name)) is not None:
-                    self.known[name] = stored.events
+                if (stored_run := self.read_record(name)) is not None:
+                    self.known[name] = stored_run.events
             return self.known
         events: dict[str, tuple[Part, ...]] = {}
         self.events = EventParts(self.run, self.store)
         for name in sorted(names, reverse=True):
-            if (stored := self.read_record(name)) is None:
+            if (stored_run := self.read_record(name)) is None:
                 continue  # it is replaced or removed like any other
             if not events:
-                self.events.take_over(stored)
-            events[name] = stored.events
+                self.events.take_over(stored_run)
+            events[name] = stored_run.events
         self.known = events
         return events
 
@@ -527,4 +527,4 @@ def _compute_sums(upload: CheckpointUpload) -> dict[str, tuple[int, str]]:
     manifest = next(file for name, file in upload.files if name == MANIFEST)
     manifest.seek(0)
     files = json.load(manifest)["files"]
-    return {name: (int(stated["size"]), str(stated["sha256"])) for name, stated in files.items()}
+    return {name: (int(entry["size"]), str(entry["sha256"])) for name, entry in files.items()}

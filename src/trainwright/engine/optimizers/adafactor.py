@@ -45,14 +45,14 @@ class Adafactor(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
         assert closure is None, "gradients are there already"
-        trained = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not trained:
+        pairs = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not pairs:
             return
-        parameters = [parameter for parameter, _ in trained]
+        parameters = [parameter for parameter, _ in pairs]
         means = self._advance(parameters)
         squares = torch.stack([self._update(p, mean).square().sum() for p, mean in zip(parameters, means, strict=True)])
         self._sum([(p, squares[index : index + 1]) for index, p in enumerate(parameters)])
-        for (parameter, group), mean, square in zip(trained, means, squares, strict=True):
+        for (parameter, group), mean, square in zip(pairs, means, squares, strict=True):
             update = self._update(parameter, mean)
             root = (square / max(1, math.prod(self._shape(parameter)))).sqrt()
             update.div_((root / _CLIP).clamp_(min=1.0)).mul_(group["lr"])
@@ -116,10 +116,10 @@ class Adafactor(Optimizer):
 
     def _sum(self, parts: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
         """Add in place what the other ranks have of the same parameters; scalars are not divided."""
-        divided = [tensor for parameter, tensor in parts if parameter.dim()]
-        if self._shards is None or self._shards.ranks == 1 or not divided:
+        tensors = [tensor for parameter, tensor in parts if parameter.dim()]
+        if self._shards is None or self._shards.ranks == 1 or not tensors:
             return
-        flat = torch.cat([tensor.reshape(-1) for tensor in divided])
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         self._shards.sum(flat)
-        for tensor, part in zip(divided, flat.split([tensor.numel() for tensor in divided]), strict=True):
+        for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))

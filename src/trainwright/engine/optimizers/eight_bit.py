@@ -82,16 +82,16 @@ class EightBit(Optimizer):
             self._begin(parameter, state)
         state["step"] += 1
         common = {"step": int(state["step"]), "lr": group["lr"], "weight_decay": group["weight_decay"]}
-        one, two = state["state1"], state.get("state2")
-        if one.dtype == torch.float32:
+        state1, state2 = state["state1"], state.get("state2")
+        if state1.dtype == torch.float32:
             self._functional.optimizer_update_32bit(
-                self._kernel, grad, parameter, one, first, self._eps, state2=two, beta2=second, **common
+                self._kernel, grad, parameter, state1, first, self._eps, state2=state2, beta2=second, **common
             )
             return
         self._functional.optimizer_update_8bit_blockwise(
-            self._kernel, grad, parameter, one, two, first, second, 0.0, 0.0, self._eps,
+            self._kernel, grad, parameter, state1, state2, first, second, 0.0, 0.0, self._eps,
             qmap1=self._choose_code(parameter.device, 1),
-            qmap2=None if two is None else self._choose_code(parameter.device, 2),
+            qmap2=None if state2 is None else self._choose_code(parameter.device, 2),
             absmax1=state["absmax1"], absmax2=state.get("absmax2"), **common,
         )  # fmt: skip
 

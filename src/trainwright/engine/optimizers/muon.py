@@ -83,8 +83,8 @@ class Muon(OfMatrices):
                 yield [*stack], list(_update(self._stacked(stack)).to(stack[0].dtype).unbind())
             return
         dtype = _choose_working_dtype(self.exchange.device)
-        for those, updates in self.exchange(parameters, self._ahead, _update, dtype):
-            yield [*those], [u.to(p.device, p.dtype) for p, u in zip(those, updates, strict=True)]
+        for chunk, updates in self.exchange(parameters, self._ahead, _update, dtype):
+            yield [*chunk], [u.to(p.device, p.dtype) for p, u in zip(chunk, updates, strict=True)]
 
     def _stacked(self, parameters: list[nn.Parameter]) -> torch.Tensor:
         """Return what the updates of parameters of one shape [m, n] are computed from, as [count, m, n]."""
@@ -118,8 +118,8 @@ def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
     work = work.unsqueeze(0) if matrix.dim() == 2 else work
     for _ in range(ITERATIONS):
         square = work @ work.mT
-        mixed = torch.baddbmm(square, square, square, beta=_B, alpha=_C)
-        work = torch.baddbmm(work, mixed, work, beta=_A)
+        polynomial = torch.baddbmm(square, square, square, beta=_B, alpha=_C)
+        work = torch.baddbmm(work, polynomial, work, beta=_A)
     work = work.squeeze(0) if matrix.dim() == 2 else work
     return work.mT if tall else work
 

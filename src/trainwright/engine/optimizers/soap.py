@@ -52,8 +52,8 @@ class Soap(OfMatrices):
         state["step"] += 1
         step = int(state["step"])
         mean.lerp_(grad, 1 - first)
-        rotated = _rotate_matrix(grad, state)
-        square.mul_(second).addcmul_(rotated, rotated, value=1 - second)
+        rotated_grad = _rotate_matrix(grad, state)
+        square.mul_(second).addcmul_(rotated_grad, rotated_grad, value=1 - second)
         root = square.div(1 - second**step).sqrt_().add_(self._eps)
         update = _rotate_matrix(_rotate_matrix(mean, state).div_(root), state, back=True)
         weight.mul_(1 - group["lr"] * group["weight_decay"])
@@ -65,12 +65,12 @@ def _begin(grad: torch.Tensor, state: State) -> None:
     state["step"] = torch.zeros(())  # of updates
     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(grad), torch.zeros_like(grad)
     sides = {"left": grad.shape[0], "right": grad.shape[1]}
-    rotated = [side for side, length in sides.items() if length <= LONGEST_SIDE]
-    if not rotated:
+    rotated_sides = [side for side, length in sides.items() if length <= LONGEST_SIDE]
+    if not rotated_sides:
         return
     left, values, right = torch.linalg.svd(grad, full_matrices=False)
     vectors, certain = {"left": left, "right": right.mT}, int((values > _CERTAIN * values[0]).sum())
-    for side in rotated:
+    for side in rotated_sides:
         state[side] = grad.new_zeros((sides[side], sides[side]))
         state[f"{side}_basis"] = torch.linalg.qr(vectors[side][:, :certain], mode="complete").Q
 

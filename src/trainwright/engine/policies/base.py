@@ -170,14 +170,14 @@ def check_skips(step: int, policies: Sequence[StepPolicy], skipped: Sequence[boo
     with_skips = [policy for policy in policies if type(policy).skips is not StepPolicy.skips]
     if not with_skips:
         return
-    decided = [float(skip) for policy, skip in zip(policies, skipped, strict=True) if policy in with_skips]
-    for policy, of_ranks in zip(with_skips, zip(*world.gather_floats(decided), strict=True), strict=True):
+    decisions = [float(skip) for policy, skip in zip(policies, skipped, strict=True) if policy in with_skips]
+    for policy, of_ranks in zip(with_skips, zip(*world.gather_floats(decisions), strict=True), strict=True):
         if len(set(of_ranks)) > 1:
             ranks = ([rank for rank, skip in enumerate(of_ranks) if bool(skip) is kind] for kind in (True, False))
-            skipping, others = map(format_ranks, ranks)
+            skipping, other_ranks = map(format_ranks, ranks)
             raise TrainingError(
                 f"the step policy {type(policy).__module__}:{type(policy).__qualname__} skips the update of step "
-                f"{step} on {skipping} and not on {others}; its method skips must return the same on every rank. "
+                f"{step} on {skipping} and not on {other_ranks}; its method skips must return the same on every rank. "
                 "Correct it, and --resume"
             )
 
@@ -187,9 +187,9 @@ def check_steps(steps: Sequence[int]) -> None:
     if len(set(steps)) == 1:
         return
     usual = Counter(steps).most_common(1)[0][0]
-    others = [rank for rank, step in enumerate(steps) if step != usual]
+    ranks = [rank for rank, step in enumerate(steps) if step != usual]
     raise TrainingError(
-        f"{format_ranks(others)} computed step {steps[others[0]]} when the other ranks computed step {usual}: a step "
+        f"{format_ranks(ranks)} computed step {steps[ranks[0]]} when the other ranks computed step {usual}: a step "
         "policy repeated or added a pass on some ranks only. Its methods before and again must do the same on every "
         "rank. Correct it, and --resume"
     )

@@ -36,8 +36,8 @@ class Halving(StepPolicy):
         """
         if not self.enabled or not isinstance(self._strategy, Independent):
             raise self.error(step, batch, shortage)
-        if isinstance(again := catch_shortage(self._strategy.abandon_step), MemoryShortage):
-            raise self.error(step, batch, again)
+        if isinstance(second_shortage := catch_shortage(self._strategy.abandon_step), MemoryShortage):
+            raise self.error(step, batch, second_shortage)
 
     def again(self, step: int, gradients: StepGradients) -> GlobalBatch | None:
         """Return the batch divided into micro-batches of half the rows, if memory ran out on any rank.
@@ -58,14 +58,14 @@ class Halving(StepPolicy):
         for stream in (self._task.stream, self._task.validation):
             if stream is not None:
                 stream.limit_rows(rows)
-        divided = self._task.stream.global_batch(step - 1)
-        before, after = (len(whole.select_for_rank(0, self._world.size)) for whole in (batch, divided))
+        halved_batch = self._task.stream.global_batch(step - 1)
+        before, after = (len(whole_batch.select_for_rank(0, self._world.size)) for whole_batch in (batch, halved_batch))
         change = f"micro-batch {batch.rows} -> {rows}, accumulation {before} -> {after}"
         self._report(step, rank, shortage, f"{change}; step {step} is repeated")
         training = self.training
         training.recipe = set_rows(training.recipe, rows)
         training.recipe_text = training.keep_recipe(training.recipe, explain_halving(rows, batch.rows, step))
-        return divided
+        return halved_batch
 
     def evaluation(self, step: int, own: MemoryShortage | None) -> bool:
         """Return whether to repeat the evaluation in halved batches, because memory ran out on some rank.
@@ -139,8 +139,8 @@ def set_rows(recipe: RecipeSchema, rows: int) -> RecipeSchema:
 
 def explain_halving(rows: int, before: int, step: int | None) -> str:
     """Return the reason for the plan why a run continues with micro-batches of ``rows`` rows."""
-    where = "" if step is None else f" at step {step}"
-    return f"train.micro_batch_size {rows}: {before} ran out of memory{where}"
+    at_step = "" if step is None else f" at step {step}"
+    return f"train.micro_batch_size {rows}: {before} ran out of memory{at_step}"
 
 
 def describe_remedy(recipe: RecipeSchema, rows: int) -> str:

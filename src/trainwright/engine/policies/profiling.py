@@ -82,23 +82,23 @@ class Profiling(StepPolicy):
     def _write(self, recording: _Recording, step: int) -> None:
         """Write the trace of every rank, and on rank 0 the merged one. A full disk ends nothing."""
         world, name = self.training.world, f"steps-{self._began}-{step}"
-        own = self._directory / f"{name}.rank-{world.rank}.json"
+        local_trace = self._directory / f"{name}.rank-{world.rank}.json"
         memory = self._directory / f"{name}.memory-rank-{world.rank}.pickle"
         recording.stop()
         error, operators, has_memory = "", recording.operators(), False
         try:
             self._directory.mkdir(exist_ok=True)
-            recording.write(own)
+            recording.write(local_trace)
             has_memory = recording.write_memory(memory)
         except (OSError, RuntimeError) as exception:
             error = f"rank {world.rank}: {exception}"
         ranks = world.gather((error, operators, str(memory) if has_memory else None), Operator)
         if not world.is_main:
             return
-        error, merged = next((why for why, _, _ in ranks if why), ""), self._directory / f"{name}.json.gz"
+        error, target = next((why for why, _, _ in ranks if why), ""), self._directory / f"{name}.json.gz"
         try:
             if not error:
-                merge([self._directory / f"{name}.rank-{rank}.json" for rank in range(world.size)], merged)
+                merge([self._directory / f"{name}.rank-{rank}.json" for rank in range(world.size)], target)
         except (OSError, ValueError) as exception:
             error = str(exception)
         if error:
@@ -107,7 +107,7 @@ class Profiling(StepPolicy):
             return
         rows = _select_slowest([operators for _, operators, _ in ranks])
         snapshots = [Path(path) for _, _, path in ranks if path is not None]
-        self.training.events.emit(Profile(first=self._began, step=step, path=merged, operators=rows, memory=snapshots))
+        self.training.events.emit(Profile(first=self._began, step=step, path=target, operators=rows, memory=snapshots))
 
 
 class _Recording:
@@ -198,9 +198,9 @@ def merge(traces: Sequence[Path], merged: Path) -> None:
         OSError: a file cannot be read or written.
         ValueError: a trace is damaged.
     """
-    unfinished = merged.with_name(f".{merged.name}")
+    unfinished_file = merged.with_name(f".{merged.name}")
     base = None
-    with gzip.open(unfinished, "wt", encoding="utf-8", compresslevel=4) as file:
+    with gzip.open(unfinished_file, "wt", encoding="utf-8", compresslevel=4) as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
         separator = "\n"
         for rank, path in enumerate(traces):
@@ -213,7 +213,7 @@ def merge(traces: Sequence[Path], merged: Path) -> None:
                 separator = ",\n"
             heartbeat.report_progress()
         file.write("\n]}\n")
-    unfinished.replace(merged)
+    unfinished_file.replace(merged)
     for path in traces:
         with suppress(OSError):
             path.unlink()
@@ -234,16 +234,16 @@ def _iterate_rank_events(events: Iterable[dict[str, Any]], rank: int, shift: flo
             if name == "thread_name":
                 names[str(event.get("pid")), str(event.get("tid"))] = str(event["args"]["name"])
             continue
-        moved = {**event, "name": name.removeprefix(_PHASE), "pid": process}
+        shifted_event = {**event, "name": name.removeprefix(_PHASE), "pid": process}
         if "ts" in event:
-            moved["ts"] = float(event["ts"]) + shift
+            shifted_event["ts"] = float(event["ts"]) + shift
         if name.startswith(_PHASE) and event.get("cat") == "user_annotation":
-            yield {**moved, "tid": phases, "args": {}}
+            yield {**shifted_event, "tid": phases, "args": {}}
             continue
         if "id" in event:  # arrows between tracks
-            moved["id"] = f"{rank}.{event['id']}"
+            shifted_event["id"] = f"{rank}.{event['id']}"
         track = str(event.get("pid")), str(event.get("tid"))
-        yield {**moved, "tid": numbers.setdefault(track, process + 1 + len(numbers))}
+        yield {**shifted_event, "tid": numbers.setdefault(track, process + 1 + len(numbers))}
     for track, number in numbers.items():
         yield _build_name_event("thread_name", process, number, names.get(track, " ".join(track)))
 

@@ -139,8 +139,8 @@ class Replay(StepPolicy):
         Args:
             wrong: the ranks whose micro-batch gave something else on the rank before.
         """
-        changed = [rank for rank, value in enumerate(first) if value != second[rank]]
-        if second != third or not changed:
+        culprits = [rank for rank, value in enumerate(first) if value != second[rank]]
+        if second != third or not culprits:
             suspects = [{rank, (rank - 1) % len(first)} for rank in wrong]
             ranks = sorted(set.intersection(*suspects) or set.union(*suspects))
             why = "again and again" if second == third else "and not the same when repeated"
@@ -150,7 +150,9 @@ class Replay(StepPolicy):
             self._compares_passes = False
             self._report(_PASS, ranks, detail, "continue; only weights are compared from now on", step)
             return
-        self._fail(_PASS, changed, f"{format_ranks(changed)} computed step {step} wrongly: repeated, it is right", step)
+        self._fail(
+            _PASS, culprits, f"{format_ranks(culprits)} computed step {step} wrongly: repeated, it is right", step
+        )
 
     def _fail(self, kind: str, ranks: Sequence[int], detail: str, step: int) -> None:
         self._failed[step] += 1
@@ -176,8 +178,8 @@ class Replay(StepPolicy):
         self.training.events.emit(Fault(kind=kind, rank=ranks[0], detail=detail, action=action, step=step))
 
     def _take(self) -> Passes:
-        own, other = (self._recorded.pop(is_own).tolist() for is_own in (True, False))
-        return Passes(own, other)
+        local_checksums, other_checksums = (self._recorded.pop(is_own).tolist() for is_own in (True, False))
+        return Passes(local_checksums, other_checksums)
 
     def _checksum(self, *, frozen: bool) -> int:
         """Return the checksum of this rank's copy of the frozen or the trained weights."""
@@ -227,8 +229,8 @@ class Replay(StepPolicy):
         distances = torch.zeros(self.training.world.size, dtype=torch.float64)
         for name, number, values in before:
             right = weights[name].detach().reshape(-1).split(_PART)[number].cpu().double()
-            where = (values != values[0]).any(0)
-            distances += (values[:, where].double() - right[where]).abs().sum(1)
+            mask = (values != values[0]).any(0)
+            distances += (values[:, mask].double() - right[mask]).abs().sum(1)
         return (distances > distances.min()).nonzero().flatten().tolist()
 
     def _record(self, module: nn.Module, arguments: object, output: object) -> None:
@@ -240,7 +242,7 @@ class Replay(StepPolicy):
 def _find_odd_ones(values: Sequence[Hashable]) -> list[int]:
     """Return the ranks whose value is not that of most ranks; empty without a majority."""
     value, count = Counter(values).most_common(1)[0]
-    return [rank for rank, own in enumerate(values) if own != value] if 2 * count > len(values) else []
+    return [rank for rank, rank_value in enumerate(values) if rank_value != value] if 2 * count > len(values) else []
 
 
 def _find_mismatches(everyone: Sequence[Passes]) -> list[int]:

@@ -132,29 +132,29 @@ class RankComparison:
         late = slice(WINDOW // 2, None)  # it may have become slow within the window
         lost = (seconds[late, rank] - np.delete(seconds[late], rank, axis=1).max(axis=1)).sum(axis=0)
         step_seconds = float(_replace_outliers(np.array(self._walls)[late]).mean())  # such as an evaluation in between
-        own, others = of_ranks[late, rank].mean(), np.delete(of_ranks[late], rank, axis=1).max(axis=1).mean()
-        waited = step_seconds - float(own - others)  # the others have waited this long, whatever steps took before
+        slowest, second = of_ranks[late, rank].mean(), np.delete(of_ranks[late], rank, axis=1).max(axis=1).mean()
+        bound = step_seconds - float(slowest - second)  # what a step takes without the straggler
         usual = (
             statistics.median(self._usual)
             if self._usual
             else step_seconds - self._estimate_delay(of_ranks[late], rank, step_seconds)
         )
-        without = min(usual, waited)
+        without = min(usual, bound)
         return Straggler(rank, list(_PHASES)[int(lost.argmax())], slower, max(0.0, 1 - without / step_seconds))
 
     def _estimate_delay(self, of_ranks: NDArray[np.float64], rank: int, step_seconds: float) -> float:
         """Return the seconds of a step by which a rank delays the others, which have never been seen without it."""
-        own, others = of_ranks[:, rank].mean(), np.delete(of_ranks, rank, axis=1).max(axis=1).mean()
+        slowest, second = of_ranks[:, rank].mean(), np.delete(of_ranks, rank, axis=1).max(axis=1).mean()
         # A processor that computes slowly exchanges slowly, too.
-        exchange = (step_seconds - own) * (1 - others / own) if self._processors_exchange else 0.0
-        return float(own - others + exchange)
+        exchange = (step_seconds - slowest) * (1 - second / slowest) if self._processors_exchange else 0.0
+        return float(slowest - second + exchange)
 
 
 def _replace_outliers(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return seconds with those far above the median replaced by the highest that count."""
-    ordered = np.sort(seconds, axis=None)  # several times faster than np.median on arrays of this size
-    middle = ordered.size // 2
-    return np.minimum(seconds, _OUTLIER * (ordered[middle] + ordered[-1 - middle]) / 2)
+    sorted_seconds = np.sort(seconds, axis=None)  # several times faster than np.median on arrays of this size
+    middle = sorted_seconds.size // 2
+    return np.minimum(seconds, _OUTLIER * (sorted_seconds[middle] + sorted_seconds[-1 - middle]) / 2)
 
 
 def _find_slowest(seconds: NDArray[np.float64]) -> tuple[int, NDArray[np.float64]]:
@@ -164,9 +164,9 @@ def _find_slowest(seconds: NDArray[np.float64]) -> tuple[int, NDArray[np.float64
         seconds: [steps, ranks].
     """
     rank = int(seconds.sum(axis=0).argmax())
-    others = seconds.copy()
-    others[:, rank] = -np.inf
-    slowest_other = others.max(axis=1)
+    other_seconds = seconds.copy()
+    other_seconds[:, rank] = -np.inf
+    slowest_other = other_seconds.max(axis=1)
     return rank, (seconds[:, rank] - slowest_other) / max(float(slowest_other.mean()), 1e-9)
 
 
@@ -184,12 +184,12 @@ class Stragglers(StepPolicy):
 
     def metrics(self, step: int, gradients: StepGradients) -> dict[str, float]:
         """Take the seconds that all ranks have reported for this step; they are no metrics."""
-        own, world = heartbeat.find_own_heartbeat(), self.training.world
+        local_heartbeat, world = heartbeat.find_own_heartbeat(), self.training.world
         now = time.monotonic()
         wall, self._since = now - self._since, now
-        if own is not None and world.size > 1:
+        if local_heartbeat is not None and world.size > 1:
             seconds = [_seconds_of(report) for report in gradients.reports]
-            own.behind += max(map(sum, seconds)) - sum(seconds[world.rank])
+            local_heartbeat.behind += max(map(sum, seconds)) - sum(seconds[world.rank])
             self._straggler = self._comparison.add(seconds, wall)
             if self._comparison.taken % WINDOW == IGNORED and now - self._before[0].wall > _COUNTED_SECONDS:
                 self._before = self._process.counters(), heartbeat.sum_collective_seconds()
@@ -203,10 +203,10 @@ class Stragglers(StepPolicy):
         causes: list[Slowdown] = []
         threads = world.gather(self._process.threads)
         if straggler.rank == world.rank:
-            before, waited = self._before
+            before, wait_seconds = self._before
             causes = self._process.find_causes(
                 before,
-                elsewhere=heartbeat.sum_collective_seconds() - waited,
+                elsewhere=heartbeat.sum_collective_seconds() - wait_seconds,
                 planned_threads=statistics.median(threads),
                 sleeps=False,
             )
@@ -225,8 +225,8 @@ class Stragglers(StepPolicy):
 
 def own_seconds() -> list[float]:
     """Return the seconds of this process in each phase that ranks are compared in, as `RankReport` has them."""
-    own = heartbeat.find_own_heartbeat()
-    if own is None:
+    local_heartbeat = heartbeat.find_own_heartbeat()
+    if local_heartbeat is None:
         return [0.0] * len(_PHASES)
-    *phases, _ = map(own.seconds_outside, _PHASES.values())
-    return [*phases, own.stalled]
+    *phases, _ = map(local_heartbeat.seconds_outside, _PHASES.values())
+    return [*phases, local_heartbeat.stalled]

@@ -114,14 +114,16 @@ def damage_checkpoint(scene: Scene) -> None:
     for step in steps[-count:]:
         damage_file(scene.run / "checkpoints" / f"step-{step:08d}" / file, damage, scene.draw)
     scene.injected = time.time()
-    ended = scene.go_on()
-    scene.expect(ended, (FINISHED,))
+    result = scene.go_on()
+    scene.expect(result, (FINISHED,))
     events = invariants.read_lines(scene.run)
-    resumed = [event.get("resumed_from") for event in events if event["event"] == "start"][-1]
-    require(resumed == steps[-count - 1], f"resumed from {resumed}; checkpoints of {steps[-count:]} were damaged")
-    reported = " ".join(str(event.get("detail")) for event in events if event["event"] == "fault") + ended.text
+    resume_step = [event.get("resumed_from") for event in events if event["event"] == "start"][-1]
+    require(
+        resume_step == steps[-count - 1], f"resumed from {resume_step}; checkpoints of {steps[-count:]} were damaged"
+    )
+    report = " ".join(str(event.get("detail")) for event in events if event["event"] == "fault") + result.text
     for step in steps[-count:]:
-        require(f"step-{step:08d}/{file}" in reported, f"nothing said of step-{step:08d}/{file}: {reported}")
+        require(f"step-{step:08d}/{file}" in report, f"nothing said of step-{step:08d}/{file}: {report}")
     invariants.check_complete_and_same(scene.run, scene.reference(), exact=True)
 
 
@@ -153,13 +155,13 @@ def damage_while_pruning(scene: Scene) -> None:
         starts = invariants.count_starts(scene.run)
         command = scene.trainwright("train", "--resume", str(scene.run), keep)
         newest = max(_list_whole_steps(scene), default=0)
-        reached = scene.draw.randrange(newest + 1, max(newest + 2, min(newest + 7, watched_commands.STEPS - 2)))
-        scene.wait_for_step(command, reached, starts)
+        reached_step = scene.draw.randrange(newest + 1, max(newest + 2, min(newest + 7, watched_commands.STEPS - 2)))
+        scene.wait_for_step(command, reached_step, starts)
         if scene.draw.random() < 0.7:
             command.send(signal.SIGTERM)
-            ended = scene.wait(command)
-            if ended.code != FINISHED:
-                scene.expect(ended, (STOPPED,), "resume")
+            result = scene.wait(command)
+            if result.code != FINISHED:
+                scene.expect(result, (STOPPED,), "resume")
         else:
             command.kill()
         remaining = _list_whole_steps(scene)
@@ -185,21 +187,21 @@ def add_foreign_names(scene: Scene) -> None:
     """Files made by hand or by another program: the run continues from its own newest checkpoint."""
     scene.provide_stopped_run()
     checkpoints = scene.run / "checkpoints"
-    name, _, what = scene.variant.rpartition(" ")
-    if what == "nothing":
-        name, what = name.removesuffix(" link to"), "link to nothing"
+    name, _, kind = scene.variant.rpartition(" ")
+    if kind == "nothing":
+        name, kind = name.removesuffix(" link to"), "link to nothing"
     path = checkpoints / name
-    if what == "directory":
+    if kind == "directory":
         path.mkdir()
         (path / "notes.txt").write_text("by hand\n")
-    elif what == "empty":
+    elif kind == "empty":
         path.mkdir()
-    elif what == "file":
+    elif kind == "file":
         path.write_text("by hand\n")
-    elif what == "copy":
+    elif kind == "copy":
         shutil.copytree(checkpoints / "step-00000018", path)
     else:
-        path.symlink_to("nowhere" if what == "link to nothing" else "step-00000018")
+        path.symlink_to("nowhere" if kind == "link to nothing" else "step-00000018")
     scene.expect(scene.go_on(), (FINISHED,))
     invariants.check_complete_and_same(scene.run, scene.reference(), exact=True)
 
@@ -217,11 +219,11 @@ def damage_run(scene: Scene) -> None:
     text = before.read_bytes()
     damage_file(before, damage, scene.draw)
     resume = scene.trainwright("train", "--resume", str(scene.run))
-    ended = scene.wait(resume)
-    scene.expect(ended, (FINISHED, REQUEST, FAILED), file)
-    if ended.code == FINISHED and file == "events.jsonl":  # whose steps before are lost
+    result = scene.wait(resume)
+    scene.expect(result, (FINISHED, REQUEST, FAILED), file)
+    if result.code == FINISHED and file == "events.jsonl":  # whose steps before are lost
         invariants.check_final(scene.run, scene.reference(), exact=True)
-    elif ended.code == FINISHED:
+    elif result.code == FINISHED:
         invariants.check_complete_and_same(scene.run, scene.reference(), exact=True)
     else:
         _remove(before)
@@ -281,10 +283,10 @@ def plant_nan(scene: Scene) -> None:
     step = scene.draw.randrange(first, first + watched_commands.SAVES_EVERY - 2)
     rank = scene.draw.randrange(scene.case.spread[1])
     plain = _disable_compilation(scene)
-    ended = _train(scene, "NotANumber", {"rank": rank, "step": step, "pass": 0}, *plain)
-    scene.expect(ended, (FAILED,), ["step", "not finite|nan|inf"])
-    reached = invariants.find_last_step(scene.run)
-    require(reached == step - 1, f"step {step} was NaN, and the last one is {reached}")
+    result = _train(scene, "NotANumber", {"rank": rank, "step": step, "pass": 0}, *plain)
+    scene.expect(result, (FAILED,), ["step", "not finite|nan|inf"])
+    reached_step = invariants.find_last_step(scene.run)
+    require(reached_step == step - 1, f"step {step} was NaN, and the last one is {reached_step}")
     invariants.check_none_lost(scene.run)
     scene.resume_and_compare(overrides=plain)
 
@@ -312,10 +314,10 @@ def move_clock(scene: Scene) -> None:
 
 def _flip_bit(scene: Scene, policy: str, step: int, overrides: Sequence[str] = ()) -> None:
     rank = scene.draw.randrange(scene.case.spread[1])
-    where = {"rank": rank, "step": step, "place": scene.draw.random(), "bit": scene.draw.randrange(_BITS), "pass": 0}
-    scene.check_finished_undisturbed(_train(scene, policy, where, *_CHECKS, *overrides), overrides)
+    flip = {"rank": rank, "step": step, "place": scene.draw.random(), "bit": scene.draw.randrange(_BITS), "pass": 0}
+    scene.check_finished_undisturbed(_train(scene, policy, flip, *_CHECKS, *overrides), overrides)
     ranks = [event["rank"] for event in invariants.read_faults(scene.run, "corrupted_weights", "corrupted_computation")]
-    require(ranks, f"{where} was not noticed")
+    require(ranks, f"{flip} was not noticed")
     require(ranks[-1] == rank, f"a bit was flipped on rank {rank} at step {step}, named are {ranks}")
 
 
@@ -327,8 +329,8 @@ def _disable_compilation(scene: Scene) -> tuple[str, ...]:
 
 def _train(scene: Scene, policy: str, where: dict[str, float], *overrides: str) -> CommandResult:
     """Train the run with an additional step policy."""
-    own = load_recipe(scene.recipe).train.step_policies
-    policies = f"train.step_policies={json.dumps([*own, f'{_POLICIES}:{policy}'])}"
+    recipe_policies = load_recipe(scene.recipe).train.step_policies
+    policies = f"train.step_policies={json.dumps([*recipe_policies, f'{_POLICIES}:{policy}'])}"
     return scene.wait(scene.train(policies, *overrides, variables={"TRAINWRIGHT_FAULT": json.dumps(where)}))
 
 
@@ -357,12 +359,12 @@ def fill_disk(scene: Scene) -> None:
     elif scene.variant == "and SIGTERM":
         time.sleep(scene.draw.uniform(0.0, 0.3))
         command.send(signal.SIGTERM)
-    ended = scene.wait(command)
+    result = scene.wait(command)
     filler.unlink(missing_ok=True)
-    scene.expect(ended, (FINISHED, FAILED, MACHINE, STOPPED), "resume" if ended.code == STOPPED else _FULL)
+    scene.expect(result, (FINISHED, FAILED, MACHINE, STOPPED), "resume" if result.code == STOPPED else _FULL)
     if scene.run.exists():
         invariants.check_checkpoints_complete(scene.run)
-    scene.resume_and_compare() if ended.code else scene.check_undisturbed()
+    scene.resume_and_compare() if result.code else scene.check_undisturbed()
 
 
 @register_fault(
@@ -380,10 +382,10 @@ def limit_files(scene: Scene) -> None:
     if scene.variant == "for a moment":
         time.sleep(scene.draw.uniform(0.05, 0.6))
         _limit_files(pids, resource.RLIM_INFINITY)
-    ended = scene.wait(command)
-    scene.expect(ended, (FINISHED, FAILED, MACHINE), os.strerror(errno.EFBIG))
+    result = scene.wait(command)
+    scene.expect(result, (FINISHED, FAILED, MACHINE), os.strerror(errno.EFBIG))
     invariants.check_checkpoints_complete(scene.run)
-    scene.resume_and_compare() if ended.code else scene.check_undisturbed()
+    scene.resume_and_compare() if result.code else scene.check_undisturbed()
 
 
 @register_fault(
@@ -394,11 +396,11 @@ def turn_read_only(scene: Scene) -> None:
     unshare_mounts()
     command = start_in_phase(scene)
     make_read_only(scene.run)
-    ended = scene.wait(command)
+    result = scene.wait(command)
     make_read_only(scene.run, False)
-    scene.expect(ended, (FINISHED, FAILED, MACHINE), "read-only")
+    scene.expect(result, (FINISHED, FAILED, MACHINE), "read-only")
     invariants.check_checkpoints_complete(scene.run)
-    scene.resume_and_compare() if ended.code else scene.check_undisturbed()
+    scene.resume_and_compare() if result.code else scene.check_undisturbed()
 
 
 @register_fault(
@@ -414,9 +416,9 @@ def start_read_only(scene: Scene) -> None:
     if scene.variant == "resumed":
         scene.provide_stopped_run()
         make_read_only(scene.run)
-        ended = scene.go_on()
+        result = scene.go_on()
         make_read_only(scene.run, False)
-        scene.expect(ended, (REQUEST, MACHINE, FAILED), "read-only")
+        scene.expect(result, (REQUEST, MACHINE, FAILED), "read-only")
         scene.resume_and_compare()
         return
     scene.run = scene.work / "disk" / "run"
@@ -426,8 +428,8 @@ def start_read_only(scene: Scene) -> None:
     else:
         scene.run.parent.mkdir()
         make_read_only(scene.run.parent)
-    ended = scene.wait(scene.train())
-    scene.expect(ended, (REQUEST, MACHINE, FAILED), "read-only" if scene.variant == "new" else _FULL)
+    result = scene.wait(scene.train())
+    scene.expect(result, (REQUEST, MACHINE, FAILED), "read-only" if scene.variant == "new" else _FULL)
     require(not scene.run.exists(), "a run is there")
 
 

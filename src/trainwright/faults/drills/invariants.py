@@ -40,11 +40,16 @@ def read_history(run: Path) -> list[dict[str, Any]]:
     events_so_far: list[dict[str, Any]] = []
     for event in read_lines(run):
         if event["event"] in ("start", "rewind"):
-            resumed = int(event.get("resumed_from") or 0)
-            reached = max((past["step"] for past in events_so_far if past["event"] == "step"), default=0)
-            require(resumed <= reached, f"resumed from step {resumed}, but only {reached} steps had been recorded")
+            resume_step = int(event.get("resumed_from") or 0)
+            reached_step = max((past["step"] for past in events_so_far if past["event"] == "step"), default=0)
+            require(
+                resume_step <= reached_step,
+                f"resumed from step {resume_step}, but only {reached_step} steps had been recorded",
+            )
             events_so_far = (
-                [past for past in events_so_far if not resumed or past.get("step", 0) <= resumed] if resumed else []
+                [past for past in events_so_far if not resume_step or past.get("step", 0) <= resume_step]
+                if resume_step
+                else []
             )
         events_so_far.append(event)
     return events_so_far
@@ -94,15 +99,15 @@ def check_complete_and_same(run: Path, reference: Path, *, exact: bool) -> None:
         * find_largest_loss(_select_events(theirs, "step") + _select_events(theirs, "evaluate"))
     )
     steps = [event["step"] for event in ours if event["event"] == "step"]
-    expected = [event["step"] for event in theirs if event["event"] == "step"]
-    require(steps == expected, f"steps are {format_ranges(steps)}, not {format_ranges(expected)}")
+    expected_steps = [event["step"] for event in theirs if event["event"] == "step"]
+    require(steps == expected_steps, f"steps are {format_ranges(steps)}, not {format_ranges(expected_steps)}")
     for kind in ("step", "evaluate"):
-        for one, other in zip(_select_events(ours, kind), _select_events(theirs, kind), strict=False):
-            _compare(kind, one, other, rounding)
-    evaluated = [event["step"] for event in _select_events(ours, "evaluate")]
+        for left, right in zip(_select_events(ours, kind), _select_events(theirs, kind), strict=False):
+            _compare(kind, left, right, rounding)
+    evaluation_steps = [event["step"] for event in _select_events(ours, "evaluate")]
     require(
-        evaluated == [event["step"] for event in _select_events(theirs, "evaluate")],
-        f"evaluations are of steps {evaluated}",
+        evaluation_steps == [event["step"] for event in _select_events(theirs, "evaluate")],
+        f"evaluations are of steps {evaluation_steps}",
     )
     if exact:
         texts = [[event["text"] for event in _select_events(events, "generate")] for events in (ours, theirs)]
@@ -133,9 +138,9 @@ def _compare(kind: str, one: dict[str, Any], other: dict[str, Any], rounding: fl
     """Require that two events have the same values; sums may differ by ``rounding``."""
     differences = _select_compared_values(kind, one, not rounding)
     for name, theirs in _select_compared_values(kind, other, not rounding).items():
-        ours, allowed = differences.get(name), rounding if name in _SUMS else 0.0
-        same = ours == theirs or (bool(allowed) and ours is not None and abs(ours - theirs) <= allowed)
-        to = f" (to {allowed:.2g})" if allowed else ""
+        ours, tolerance = differences.get(name), rounding if name in _SUMS else 0.0
+        same = ours == theirs or (bool(tolerance) and ours is not None and abs(ours - theirs) <= tolerance)
+        to = f" (to {tolerance:.2g})" if tolerance else ""
         require(same, f"{kind} {one['step']}: {name} is {ours!r}, undisturbed {theirs!r}{to}")
 
 
@@ -149,13 +154,15 @@ def _select_compared_values(kind: str, event: dict[str, Any], exact: bool) -> di
 
 def check_final(run: Path, reference: Path, *, exact: bool) -> None:
     """Require that the trained model is complete and, if runs are bit-identical, equals the reference's."""
-    final, expected = run / "final", reference / "final"
+    final, reference_final = run / "final", reference / "final"
     names = sorted(path.name for path in final.iterdir()) if final.is_dir() else []
-    require(names == sorted(path.name for path in expected.iterdir()), f"final/ has {names}")
+    require(names == sorted(path.name for path in reference_final.iterdir()), f"final/ has {names}")
     for path in final.glob("*.safetensors"):
         read_safetensors_header(path)
         if exact:
-            require(path.read_bytes() == (expected / path.name).read_bytes(), f"{path} is not the undisturbed run's")
+            require(
+                path.read_bytes() == (reference_final / path.name).read_bytes(), f"{path} is not the undisturbed run's"
+            )
 
 
 def list_checkpoint_steps(run: Path) -> list[int]:
@@ -176,9 +183,9 @@ def explain_broken_checkpoint(path: Path) -> str | None:
     names = {file.name for file in path.iterdir()} - {"manifest.json"}
     if names != set(manifest["files"]):
         return f"{path.name} has {sorted(names)}, its manifest {sorted(manifest['files'])}"
-    for name, expected in manifest["files"].items():
+    for name, entry in manifest["files"].items():
         data = (path / name).read_bytes()
-        if len(data) != expected["size"] or hashlib.sha256(data).hexdigest() != expected["sha256"]:
+        if len(data) != entry["size"] or hashlib.sha256(data).hexdigest() != entry["sha256"]:
             return f"{path.name}/{name} is not as the manifest has it"
     return None
 
@@ -194,10 +201,13 @@ def check_checkpoints_complete(run: Path) -> list[int]:
 
 def check_none_lost(run: Path) -> None:
     """Require that the newest checkpoint of the events exists and is complete."""
-    written = [event["step"] for event in read_history(run) if event["event"] == "checkpoint"]
+    saved_steps = [event["step"] for event in read_history(run) if event["event"] == "checkpoint"]
     complete = check_checkpoints_complete(run)
-    if written:
-        require(written[-1] in complete, f"the checkpoint of step {written[-1]} was written, and {complete} are there")
+    if saved_steps:
+        require(
+            saved_steps[-1] in complete,
+            f"the checkpoint of step {saved_steps[-1]} was written, and {complete} are there",
+        )
 
 
 def read_safetensors_header(path: Path) -> dict[str, Any]:

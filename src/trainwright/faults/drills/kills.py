@@ -44,16 +44,16 @@ def kill_worker(scene: Scene) -> None:
         raise Missed("no worker was seen")
     rank = scene.draw.choice(list(workers))
     command.send(signal.SIGKILL, workers[rank])
-    ended = scene.wait(command)
+    result = scene.wait(command)
     restarts = invariants.read_events_of_kind(scene.run, "restart")
-    if ended.code == FINISHED and not restarts and scene.phase == watched_commands.EXPORT:
+    if result.code == FINISHED and not restarts and scene.phase == watched_commands.EXPORT:
         raise Missed("the run had finished when the signal came")
     if scene.variant == "restarted":
-        scene.check_finished_undisturbed(ended)
+        scene.check_finished_undisturbed(result)
         matching = [event for event in restarts if f"rank {rank} " in event["detail"]]
         require(len(restarts) == len(matching) == 1, f"rank {rank} was killed, restarts are {restarts}")
         return
-    scene.expect(ended, _LOST, rf"rank {rank}\b.*kill")
+    scene.expect(result, _LOST, rf"rank {rank}\b.*kill")
     invariants.check_none_lost(scene.run)
     scene.resume_and_compare()
 
@@ -112,16 +112,19 @@ def kill_shell(scene: Scene) -> None:
     deadline = time.monotonic() + scene.setting.patience
     while shell.processes() and time.monotonic() < deadline:
         time.sleep(0.2)
-    ended = scene.wait(shell)
-    require("Traceback" not in ended.text, f"a traceback: {ended}")
+    result = scene.wait(shell)
+    require("Traceback" not in result.text, f"a traceback: {result}")
     finished = any(
         event["event"] == "finish" and event["status"] == "finished" for event in invariants.read_lines(scene.run)
     )
     if finished:
         scene.check_undisturbed()
         return
-    reached, saved = invariants.find_last_step(scene.run), invariants.list_checkpoint_steps(scene.run)
-    require(not reached or (saved and saved[-1] == reached), f"ended at step {reached}, checkpoints are of {saved}")
+    reached_step, saved_steps = invariants.find_last_step(scene.run), invariants.list_checkpoint_steps(scene.run)
+    require(
+        not reached_step or (saved_steps and saved_steps[-1] == reached_step),
+        f"ended at step {reached_step}, checkpoints are of {saved_steps}",
+    )
     scene.resume_and_compare()
 
 
@@ -141,11 +144,11 @@ def delete_run(scene: Scene) -> None:
         shutil.rmtree(scene.run, ignore_errors=True)
         if scene.run.exists():  # it wrote meanwhile
             shutil.rmtree(scene.run, ignore_errors=True)
-    ended = scene.wait(command)
+    result = scene.wait(command)
     if scene.variant == "moved":
         shutil.rmtree(scene.run, ignore_errors=True)
         scene.run.with_name("elsewhere").rename(scene.run)
-    scene.expect(ended, (FAILED, MACHINE, REQUEST), re.escape(str(scene.run)))
+    scene.expect(result, (FAILED, MACHINE, REQUEST), re.escape(str(scene.run)))
     if scene.variant == "moved":
         scene.resume_and_compare()
 
@@ -160,8 +163,8 @@ def start_in_phase(scene: Scene, *overrides: str) -> Command:
 
 
 def _resume_killed(scene: Scene, command: Command) -> None:
-    ended = scene.wait_for_interruption(command)
-    require(ended.code == -signal.SIGKILL, f"wanted a killed command, got {ended}")
+    result = scene.wait_for_interruption(command)
+    require(result.code == -signal.SIGKILL, f"wanted a killed command, got {result}")
     invariants.check_none_lost(scene.run)
     scene.resume_and_compare()
 
@@ -175,26 +178,30 @@ def _has_restarted(scene: Scene, starts: int) -> bool:
 )
 def change_world(scene: Scene) -> None:
     """The same losses to rounding, the same examples exactly."""
-    other = _choose_other_spread(scene, [spread for spread in scene.setting.spreads if spread != scene.case.spread])
+    other_spread = _choose_other_spread(
+        scene, [spread for spread in scene.setting.spreads if spread != scene.case.spread]
+    )
     if scene.variant == "after SIGKILL":
         scene.provide_stopped_run()
     else:
         _stop(scene, scene.train(), watched_commands.STEPS // 2)
-    _resume_with_spread(scene, other)
+    _resume_with_spread(scene, other_spread)
 
 
 @register_fault("processes that leave and come back", spreads=ANY, share=3)
 def leave_and_come_back(scene: Scene) -> None:
     """Another number of processes for some steps, then the original: the same losses up to rounding."""
-    own = scene.case.spread
-    other = _choose_other_spread(scene, [spread for spread in scene.setting.spreads if spread[1] != own[1]])
+    original_spread = scene.case.spread
+    other_spread = _choose_other_spread(
+        scene, [spread for spread in scene.setting.spreads if spread[1] != original_spread[1]]
+    )
     _stop(scene, scene.train(), watched_commands.SAVES_EVERY + 1)
     _stop(
         scene,
-        scene.trainwright("train", "--resume", str(scene.run), *_format_overrides(other)),
+        scene.trainwright("train", "--resume", str(scene.run), *_format_overrides(other_spread)),
         2 * watched_commands.SAVES_EVERY + 1,
     )
-    _resume_with_spread(scene, own)
+    _resume_with_spread(scene, original_spread)
 
 
 @register_fault("a run that is being trained is resumed too", spreads=ANY, phases=(watched_commands.STEP,), share=1)
@@ -202,13 +209,13 @@ def resume_twice(scene: Scene) -> None:
     """The second command is refused with a clear message, and the first, suspended meanwhile, is not disturbed."""
     first = scene.train()
     scene.wait_until(first, lambda: watched_commands.has_event(scene.run, "step", 1))
-    suspended = first.processes()
-    for process in suspended:
+    suspended_processes = first.processes()
+    for process in suspended_processes:
         first.send(signal.SIGSTOP, process)
     if first.ended or watched_commands.has_event(scene.run, "finish"):
         raise Missed("the first had finished")
     second = scene.wait(scene.trainwright("train", "--resume", str(scene.run)))
-    for process in suspended:
+    for process in suspended_processes:
         first.send(signal.SIGCONT, process)
     scene.expect(second, (REQUEST,), "being trained")
     scene.check_finished_undisturbed(scene.wait(first))
@@ -233,14 +240,14 @@ def _stop(scene: Scene, command: Command, step: int) -> None:
     scene.wait_for_step(command, step, starts)
     scene.injected = scene.injected or time.time()
     command.send(signal.SIGTERM)
-    ended = scene.wait_for_interruption(command)
-    scene.expect(ended, (STOPPED,), "resume")
+    result = scene.wait_for_interruption(command)
+    scene.expect(result, (STOPPED,), "resume")
     invariants.check_none_lost(scene.run)
 
 
 def _resume_with_spread(scene: Scene, spread: Spread) -> None:
-    ended = scene.go_on(*_format_overrides(spread))
-    scene.expect(ended, (FINISHED,))
+    result = scene.go_on(*_format_overrides(spread))
+    scene.expect(result, (FINISHED,))
     scene.check_undisturbed(exact=False)
     start = next(event for event in reversed(invariants.read_lines(scene.run)) if event["event"] == "start")
     ran = start["strategy"], start["world_size"]
@@ -262,10 +269,10 @@ def limit_addresses(scene: Scene) -> None:
     with open(f"/proc/{worker}/statm") as file:
         size = int(file.read().split()[0]) * resource.getpagesize() + int(scene.variant) * 2**20
     resource.prlimit(worker, resource.RLIMIT_AS, (size, size))
-    ended = scene.wait(command)
-    scene.expect(ended, (FINISHED, FAILED, MACHINE), "memory")
+    result = scene.wait(command)
+    scene.expect(result, (FINISHED, FAILED, MACHINE), "memory")
     invariants.check_checkpoints_complete(scene.run)
-    if ended.code == FINISHED:
+    if result.code == FINISHED:
         scene.check_undisturbed(halvable, exact=False)
     else:
         scene.resume_and_compare(overrides=halvable, exact=False)
@@ -296,10 +303,10 @@ def stop_worker(scene: Scene) -> None:
     command = start_in_phase(scene)
     rank, worker = scene.draw_worker(command)
     command.send(getattr(signal, scene.variant), worker)
-    ended = scene.wait(command)
-    scene.expect(ended, (FINISHED, STOPPED, FAILED), f"rank {rank}" if ended.code == FAILED else "resume")
+    result = scene.wait(command)
+    scene.expect(result, (FINISHED, STOPPED, FAILED), f"rank {rank}" if result.code == FAILED else "resume")
     invariants.check_none_lost(scene.run)
-    scene.resume_and_compare() if ended.code else scene.check_undisturbed()
+    scene.resume_and_compare() if result.code else scene.check_undisturbed()
 
 
 @register_fault("stop signal before the imports are done", variants=_STOPS, share=1)
@@ -309,10 +316,10 @@ def stop_during_imports(scene: Scene) -> None:
     time.sleep(scene.draw.uniform(0.0, 1.2))
     number = getattr(signal, scene.variant)
     command.send(number)
-    ended = scene.wait(command)
-    by_default = ended.seconds < 1.2 and ended.code in (-number, 128 + number)
+    result = scene.wait(command)
+    by_default = result.seconds < 1.2 and result.code in (-number, 128 + number)
     if not by_default:
-        scene.expect(ended, (STOPPED,), "stopp")
+        scene.expect(result, (STOPPED,), "stopp")
     scene.resume_and_compare()
 
 
@@ -325,8 +332,8 @@ def interrupt_twice(scene: Scene) -> None:
     command.send(signal.SIGINT)
     time.sleep(1.3)
     command.send(signal.SIGINT)
-    ended = scene.wait(command)
-    scene.expect(ended, (STOPPED, FAILED), "resume" if ended.code == STOPPED else "killed|ctrl-C")
+    result = scene.wait(command)
+    scene.expect(result, (STOPPED, FAILED), "resume" if result.code == STOPPED else "killed|ctrl-C")
     invariants.check_checkpoints_complete(scene.run)
     scene.resume_and_compare()
 
@@ -344,8 +351,8 @@ def freeze_worker(scene: Scene) -> None:
     command.send(signal.SIGSTOP, worker)
     time.sleep(0.3)
     command.send(signal.SIGTERM)
-    ended = scene.wait(command)
-    scene.expect(ended, (STOPPED, FAILED), "resume" if ended.code == STOPPED else f"rank {rank}")
+    result = scene.wait(command)
+    scene.expect(result, (STOPPED, FAILED), "resume" if result.code == STOPPED else f"rank {rank}")
     invariants.check_checkpoints_complete(scene.run)
     scene.resume_and_compare()
 
@@ -358,13 +365,13 @@ def hang_worker(scene: Scene) -> None:
     command = start_in_phase(scene, f"faults.on_hang={scene.variant}", "faults.restarts=3 per hour")
     rank, worker = scene.draw_worker(command)
     command.send(signal.SIGSTOP, worker)
-    ended = scene.wait(command)
+    result = scene.wait(command)
     ranks = [event["rank"] for event in invariants.read_faults(scene.run, "hang")]
-    require(ranks == [rank], f"rank {rank} was stopped, the faults are of ranks {ranks}: {ended}")
+    require(ranks == [rank], f"rank {rank} was stopped, the faults are of ranks {ranks}: {result}")
     if scene.variant == "restart":
-        scene.check_finished_undisturbed(ended)
+        scene.check_finished_undisturbed(result)
         return
-    scene.expect(ended, (FAILED, FAULT), rf"rank {rank}\b")
+    scene.expect(result, (FAILED, FAULT), rf"rank {rank}\b")
     invariants.check_none_lost(scene.run)
     scene.resume_and_compare()
 
@@ -389,8 +396,11 @@ def _resume_stopped(scene: Scene, ended: CommandResult) -> None:
         return
     scene.expect(ended, (STOPPED,), "stop")
     if any(event["event"] == "step" for event in invariants.read_lines(scene.run)):
-        reached, saved = invariants.find_last_step(scene.run), invariants.list_checkpoint_steps(scene.run)
-        require(saved and saved[-1] == reached, f"stopped at step {reached}, checkpoints are of steps {saved}")
+        reached_step, saved_steps = invariants.find_last_step(scene.run), invariants.list_checkpoint_steps(scene.run)
+        require(
+            saved_steps and saved_steps[-1] == reached_step,
+            f"stopped at step {reached_step}, checkpoints are of steps {saved_steps}",
+        )
         invariants.check_none_lost(scene.run)
     scene.resume_and_compare()
 
@@ -425,16 +435,16 @@ def cut_connections(scene: Scene) -> None:
     command = start_in_phase(scene, RESTARTS[scene.variant])
     rank, worker = scene.draw_worker(command)
     require(_cut(worker) or command.ended, f"rank {rank} has no connections")
-    ended = scene.wait(command)
+    result = scene.wait(command)
     restarts = invariants.read_events_of_kind(scene.run, "restart")
-    if ended.code == FINISHED:
+    if result.code == FINISHED:
         if not restarts:
             raise Missed("the run needed its connections no more")
         require(scene.variant == "restarted", f"restarts are off, and there was one: {restarts}")
-        scene.check_finished_undisturbed(ended)
+        scene.check_finished_undisturbed(result)
         return
-    scene.expect(ended, (FAILED, FAULT), r"rank \d")
-    require(scene.variant == "resumed", f"restarts are on, and the run ended: {ended}")
+    scene.expect(result, (FAILED, FAULT), r"rank \d")
+    require(scene.variant == "resumed", f"restarts are on, and the run ended: {result}")
     invariants.check_none_lost(scene.run)
     scene.resume_and_compare()
 
@@ -478,9 +488,12 @@ def stop_torchrun(scene: Scene) -> None:
     """Its workers write a checkpoint of the current step."""
     command = _start_under_torchrun(scene)
     command.send(getattr(signal, scene.variant))
-    ended = scene.wait_for_interruption(command)
-    reached, saved = invariants.find_last_step(scene.run), invariants.list_checkpoint_steps(scene.run)
-    require(not reached or (saved and saved[-1] == reached), f"stopped at {reached}, checkpoints of {saved}: {ended}")
+    result = scene.wait_for_interruption(command)
+    reached_step, saved_steps = invariants.find_last_step(scene.run), invariants.list_checkpoint_steps(scene.run)
+    require(
+        not reached_step or (saved_steps and saved_steps[-1] == reached_step),
+        f"stopped at {reached_step}, checkpoints of {saved_steps}: {result}",
+    )
     scene.resume_and_compare()
 
 
@@ -490,8 +503,8 @@ def kill_under_torchrun(scene: Scene) -> None:
     command = _start_under_torchrun(scene)
     rank, worker = scene.draw_worker(command)
     command.send(signal.SIGKILL, worker)
-    ended = scene.wait_for_interruption(command)
-    require(f"error: rank {rank}" in ended.text, f"rank {rank} is not named: {ended}")
+    result = scene.wait_for_interruption(command)
+    require(f"error: rank {rank}" in result.text, f"rank {rank} is not named: {result}")
     invariants.check_none_lost(scene.run)
     scene.resume_and_compare()
 

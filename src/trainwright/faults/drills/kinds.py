@@ -77,9 +77,9 @@ class FaultKind:
 
     def list_cases(self, spreads: Sequence[Spread], phases: Collection[str]) -> tuple[FaultCase, ...]:
         """Return every case on these spreads, in a run that has these phases."""
-        chosen = self.spreads.select_spreads(spreads) if isinstance(self.spreads, Worlds) else self.spreads
+        selected_spreads = self.spreads.select_spreads(spreads) if isinstance(self.spreads, Worlds) else self.spreads
         moments = [phase for phase in self.phases if not phase or phase in phases]
-        return tuple(FaultCase(*parts) for parts in itertools.product(chosen, moments, self.variants))
+        return tuple(FaultCase(*parts) for parts in itertools.product(selected_spreads, moments, self.variants))
 
 
 KINDS: dict[str, FaultKind] = {}
@@ -96,11 +96,11 @@ def register_fault(
     needs: Callable[[], str | None] = lambda: None,
 ) -> Callable[[Callable[[Scene], None]], Callable[[Scene], None]]:
     """Register the decorated function as a kind, for every combination of the arguments."""
-    chosen = spreads if isinstance(spreads, Worlds) else tuple(spreads)
+    fault_spreads = spreads if isinstance(spreads, Worlds) else tuple(spreads)
 
     def register(function: Callable[[Scene], None]) -> Callable[[Scene], None]:
         assert name not in KINDS, name
-        KINDS[name] = FaultKind(name, function, chosen, tuple(phases), tuple(variants), share, seconds, needs)
+        KINDS[name] = FaultKind(name, function, fault_spreads, tuple(phases), tuple(variants), share, seconds, needs)
         return function
 
     return register
@@ -130,7 +130,7 @@ def select_kinds(patterns: Sequence[str]) -> dict[str, FaultKind]:
     """Return the kinds that one of these shell patterns matches; all without patterns."""
     if not patterns:
         return dict(KINDS)
-    return {name: kind for name, kind in KINDS.items() if any(fnmatch.fnmatch(name, one) for one in patterns)}
+    return {name: kind for name, kind in KINDS.items() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)}
 
 
 def schedule_trials(seed: int, trials: int, cases: Mapping[str, Sequence[FaultCase]]) -> list[DrillTrial]:
@@ -146,15 +146,15 @@ def schedule_trials(seed: int, trials: int, cases: Mapping[str, Sequence[FaultCa
     by_rest = sorted(exact, key=lambda name: exact[name] - counts[name], reverse=True)
     for name in itertools.islice(itertools.cycle(by_rest), max(0, trials - sum(counts.values()))):
         counts[name] += 1
-    drawn = [
+    drawn_trials = [
         DrillTrial(name, ordinal, seed, draw_case(seed, name, cases[name], ordinal))
         for name, count in counts.items()
         for ordinal in range(count)
     ]
-    random.Random(seed).shuffle(drawn)
+    random.Random(seed).shuffle(drawn_trials)
     # Each kind once before any twice, so that an interrupted campaign has tried them all.
-    drawn.sort(key=lambda trial: trial.ordinal > 0)
-    return drawn[:trials]
+    drawn_trials.sort(key=lambda trial: trial.ordinal > 0)
+    return drawn_trials[:trials]
 
 
 def draw_case(seed: int, kind: str, cases: Sequence[FaultCase], ordinal: int) -> FaultCase:
@@ -177,7 +177,7 @@ def move_trials(
     def other(trial: DrillTrial) -> DrillTrial:
         # The smallest of numbers drawn for each case: it stays when more spreads are refused, unless it is on them.
         possible = [case for case in cases[trial.kind] if case.spread not in refused]
-        drawn = {case: random.Random(f"{trial.seed}/{trial.name}/{case}").random() for case in possible}
-        return replace(trial, case=min(drawn, key=drawn.__getitem__, default=trial.case))
+        numbers = {case: random.Random(f"{trial.seed}/{trial.name}/{case}").random() for case in possible}
+        return replace(trial, case=min(numbers, key=numbers.__getitem__, default=trial.case))
 
     return [other(trial) if trial.case.spread in refused else trial for trial in trials]

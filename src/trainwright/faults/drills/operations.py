@@ -65,9 +65,9 @@ class CampaignResults:
         """Return the verdicts by the trials' keys."""
         texts = self.path.read_text().splitlines() if self.path.exists() else []
         lines = {}
-        for each in texts:
+        for line_text in texts:
             with contextlib.suppress(ValueError):  # cut by a kill or a full disk
-                line = json.loads(each)
+                line = json.loads(line_text)
                 lines[f"{line['seed']}:{line['trial']}:{line['case']}"] = line
         return lines
 
@@ -120,8 +120,8 @@ def run_trials(
                 process.start()
                 going[process] = (trial, directory, time.monotonic())
             for process in list(going):
-                trial, directory, started = going[process]
-                seconds = time.monotonic() - started
+                trial, directory, start_time = going[process]
+                seconds = time.monotonic() - start_time
                 if process.is_alive() and seconds < KINDS[trial.kind].seconds + 2 * setting.patience:
                     continue
                 verdict, why, measures = _read_verdict(process, directory, seconds)
@@ -140,7 +140,10 @@ def run_trials(
                 }
             if going and time.monotonic() - reported_at >= 1:
                 reported_at = time.monotonic()
-                waiting([one for one, *_ in going.values()], reported_at - min(began for *_, began in going.values()))
+                waiting(
+                    [running_trial for running_trial, *_ in going.values()],
+                    reported_at - min(began for *_, began in going.values()),
+                )
             time.sleep(0.05)
     finally:
         for process in going:
@@ -247,7 +250,10 @@ def format_cells(lines: Mapping[DrillTrial, dict[str, Any] | None]) -> list[list
     """Return the cells of the table by row, the head first."""
     table = [["kind", "tries", HELD, BROKEN, MISSED, SKIPPED, *_MEASURES.values()]]
     for row in build_rows(lines):
-        counts = [str(row.count(*each)) for each in ((HELD, BROKEN, MISSED), (HELD,), (BROKEN,), (MISSED,), (SKIPPED,))]
+        counts = [
+            str(row.count(*verdicts))
+            for verdicts in ((HELD, BROKEN, MISSED), (HELD,), (BROKEN,), (MISSED,), (SKIPPED,))
+        ]
         table.append([row.kind, *counts, *(_format_measure(measure, row.median(measure)) for measure in _MEASURES)])
     return table
 
@@ -265,9 +271,9 @@ def list_notes(
         for trial, line in results.items()
         if line and line["verdict"] in (BROKEN, MISSED)
     ]
-    skipped = {(row.kind, why) for row in build_rows(results)[:-1] for why in row.as_json()["skipped_because"]}
-    skipped |= set((refused or {}).items())
-    lines += [f"not tried here: {kind}: {why}" for kind, why in sorted(skipped)]
+    skips = {(row.kind, why) for row in build_rows(results)[:-1] for why in row.as_json()["skipped_because"]}
+    skips |= set((refused or {}).items())
+    lines += [f"not tried here: {kind}: {why}" for kind, why in sorted(skips)]
     if missing := sum(line is None for line in results.values()):
         lines.append(f"{missing} of {len(results)} trials are left")
     return lines
@@ -429,7 +435,7 @@ def _drill(request: DrillRequest, progress: bool) -> Drill:
     refuse_worker("drill")
     if not Path("/proc").is_dir():
         raise MachineError("a drill finds the processes of its runs in /proc, which only Linux has")
-    started, directory = time.monotonic(), request.directory
+    start, directory = time.monotonic(), request.directory
     recipe = trial_settings.load_shortened_recipe(request.recipe, request.overrides)
     spreads = trial_settings.list_spreads(recipe, request.strategies, request.processes)
     trials = _list_trials(request, recipe, spreads)
@@ -439,14 +445,14 @@ def _drill(request: DrillRequest, progress: bool) -> Drill:
     with lock_directory(directory, f"{directory} is used by another drill"), interrupt_on_stop():
         setting = trial_settings.build_setting(recipe, directory / _RECIPE, spreads, directory / "undisturbed")
         try:
-            _run_campaign(request, recipe, trials, results, setting, started, progress)
+            _run_campaign(request, recipe, trials, results, setting, start, progress)
         except Interrupted:
             raise Stopped(f"stopped; to continue, repeat the command with --resume --output {directory}") from None
-        trials, refused = _select_possible_trials(trials, recipe, setting)
+        trials, refused_spreads = _select_possible_trials(trials, recipe, setting)
         lines = results.of(trials)
         rows = tuple(row.as_json() for row in build_rows(lines))
         remaining = sum(line is None for line in lines.values())
-        why = {f"{strategy} on {processes}": str(failure) for (strategy, processes), failure in refused.items()}
+        why = {f"{strategy} on {processes}": str(failure) for (strategy, processes), failure in refused_spreads.items()}
         result = Drill(directory, rows, remaining, format_cells(lines), list_notes(lines, why), why)
         write_file(directory / SUMMARY, json.dumps(result.values(), indent=2) + "\n")
     return result
@@ -493,15 +499,16 @@ def _select_possible_trials(
     trials: Sequence[DrillTrial], recipe: schema.RecipeSchema, setting: TrialSettings
 ) -> tuple[list[DrillTrial], dict[Spread, Undisturbed]]:
     """Return the trials, none on a spread that the recipe has failed with if there is another, and these spreads."""
-    refused = trial_settings.read_refusals(
+    refused_spreads = trial_settings.read_refusals(
         setting, dict.fromkeys([*setting.spreads, *(trial.case.spread for trial in trials)])
     )
-    others = [spread for spread in setting.spreads if spread not in refused]
-    kinds = {trial.kind for trial in trials if trial.case.spread in refused}
+    other_spreads = [spread for spread in setting.spreads if spread not in refused_spreads]
+    kinds = {trial.kind for trial in trials if trial.case.spread in refused_spreads}
     cases = {
-        kind: KINDS[kind].list_cases(others, trial_settings.list_phases(recipe)) if others else () for kind in kinds
+        kind: KINDS[kind].list_cases(other_spreads, trial_settings.list_phases(recipe)) if other_spreads else ()
+        for kind in kinds
     }
-    return move_trials(trials, refused, cases), refused
+    return move_trials(trials, refused_spreads, cases), refused_spreads
 
 
 def _run_campaign(
@@ -516,13 +523,13 @@ def _run_campaign(
     """Perform the trials without a verdict, and again those that did not hold, as long as there is time."""
     stream = sys.stderr if progress else None
     refused: Mapping[Spread, Undisturbed] = {}
-    finished: set[tuple[str, str]] = set()
+    finished_trials: set[tuple[str, str]] = set()
     of = ""
 
     def still_left() -> list[DrillTrial]:
         nonlocal refused
         possible, refused = _select_possible_trials(trials, recipe, setting)
-        verdicts = results.of([trial for trial in possible if (trial.name, str(trial.case)) not in finished])
+        verdicts = results.of([trial for trial in possible if (trial.name, str(trial.case)) not in finished_trials])
         return [trial for trial, line in verdicts.items() if line is None or line["verdict"] in (BROKEN, MISSED)]
 
     if not (remaining := still_left()):
@@ -539,19 +546,19 @@ def _run_campaign(
         # Drawn from the loop, as processes are forked from this one: a thread could hold a lock meanwhile.
         if stream and text.is_terminal(stream):
             names = ", ".join(trial.name for trial in trials)
-            text.draw(f"[{len(finished) + 1}{of}] {names}", stream, f" … {text.format_duration(seconds)}")
+            text.draw(f"[{len(finished_trials) + 1}{of}] {names}", stream, f" … {text.format_duration(seconds)}")
 
     # That the recipe cannot be trained with a strategy is only known once it has failed: its trials are moved then.
     while (remaining := still_left()) and not over():
-        of = "" if request.minutes else f"/{len(finished) + len(remaining)}"
+        of = "" if request.minutes else f"/{len(finished_trials) + len(remaining)}"
         work = request.directory / "trials"
         for line in run_trials(remaining, setting, work, request.jobs, until=over_or_refused, waiting=waiting):
             results.add(line)
-            finished.add((line["trial"], line["case"]))
+            finished_trials.add((line["trial"], line["case"]))
             if stream:
                 why = line["why"].splitlines()[0][:200] if line["why"] else ""
                 about = f"{line['trial']} ({line['case']}): {line['verdict']}"
-                say(f"[{len(finished)}{of}] {about}  {why}".rstrip(), file=stream)
+                say(f"[{len(finished_trials)}{of}] {about}  {why}".rstrip(), file=stream)
 
 
 def _measure_undisturbed(setting: TrialSettings, trials: Sequence[DrillTrial], stream: TextIO | None) -> float:

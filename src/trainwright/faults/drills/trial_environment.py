@@ -154,10 +154,10 @@ class Scene:
 
     def wait_for_interruption(self, command: Command) -> CommandResult:
         """Return how a command ends that was sent a signal. Missed if the run had finished before."""
-        ended = self.wait(command)
-        if ended.code == FINISHED:
+        result = self.wait(command)
+        if result.code == FINISHED:
             raise Missed("the run had finished when the signal came")
-        return ended
+        return result
 
     # Promises
 
@@ -192,8 +192,8 @@ class Scene:
             more: overrides of the resumption alone.
             overrides: those that the run began with.
         """
-        ended = self.go_on(*more, first=overrides)
-        self.expect(ended, (FINISHED,))
+        result = self.go_on(*more, first=overrides)
+        self.expect(result, (FINISHED,))
         self.check_undisturbed(overrides, exact=exact)
 
     def check_undisturbed(self, overrides: Sequence[str] = (), *, exact: bool = True) -> None:
@@ -210,8 +210,8 @@ class Scene:
         now = self._snapshot()
         for path in sorted(self._before.keys() | now.keys()):
             if self._before.get(path) != now.get(path):
-                what = "changed" if path in self._before and path in now else ("made" if path in now else "removed")
-                raise InvariantBroken(f"{path} was {what}, and is not of the run")
+                change = "changed" if path in self._before and path in now else ("made" if path in now else "removed")
+                raise InvariantBroken(f"{path} was {change}, and is not of the run")
 
     def remember(self) -> None:
         """Record what is outside the run's directory, which must not change."""
@@ -284,16 +284,16 @@ class Scene:
         )
 
     def _make_reference(self, run: Path, overrides: Sequence[str]) -> None:
-        started = time.time()
+        start = time.time()
         command = self._start_at(run, overrides)
         try:
-            ended = self.wait(command)
+            result = self.wait(command)
         finally:
             command.kill()
-        if ended.code != FINISHED:
-            raise Undisturbed(ended.code, ended.text)
+        if result.code != FINISHED:
+            raise Undisturbed(result.code, result.text)
         first = next(event["time"] for event in invariants.read_lines(run) if event["event"] == "step")
-        run.with_name("seconds.json").write_text(json.dumps({"start": first - started, "all": ended.seconds}))
+        run.with_name("seconds.json").write_text(json.dumps({"start": first - start, "all": result.seconds}))
 
     def _make_stopped(self, run: Path, overrides: Sequence[str]) -> None:
         # In the background, the third checkpoint of a large model is still being written two steps later.
@@ -339,8 +339,8 @@ def measure_trial(scene: Scene) -> dict[str, float]:
     """Return the measures of the trial; ``start``: what an undisturbed start takes to its first step, with imports."""
     if scene.injected is None or not scene.run.exists():
         return {}
-    failed = [command.wait(0).at for command in scene.commands if command.ended and command.wait(0).code]
-    measures = compute_measures(invariants.read_lines(scene.run), scene.injected, failed)
+    failure_times = [command.wait(0).at for command in scene.commands if command.ended and command.wait(0).code]
+    measures = compute_measures(invariants.read_lines(scene.run), scene.injected, failure_times)
     return (
         {**measures, "start": read_undisturbed_seconds(scene.reference())["start"]}
         if "recovery" in measures
@@ -356,16 +356,16 @@ def compute_measures(events: Sequence[dict[str, Any]], injected: float, failed: 
         failed: when commands ended that did not finish the run.
     """
     failure_times = [*failed, *(event["time"] for event in events if event["event"] == "fault")]
-    noticed = min((time for time in failure_times if time >= injected), default=None)
-    measures = {} if noticed is None else {"detection": noticed - injected}
+    detection_time = min((time for time in failure_times if time >= injected), default=None)
+    measures = {} if detection_time is None else {"detection": detection_time - injected}
     goes_on = ("start", "rewind")
-    again = next((n for n, e in enumerate(events) if e["event"] in goes_on and e["time"] > injected), None)
-    if again is None:
+    restart_index = next((n for n, e in enumerate(events) if e["event"] in goes_on and e["time"] > injected), None)
+    if restart_index is None:
         return measures
-    resumed = int(events[again].get("resumed_from") or 0)
-    reached = max((event["step"] for event in events[:again] if event["event"] == "step"), default=0)
-    measures["lost"] = max(0, reached - resumed)
-    step = next((event for event in events[again:] if event["event"] == "step"), None)
+    resume_step = int(events[restart_index].get("resumed_from") or 0)
+    reached_step = max((event["step"] for event in events[:restart_index] if event["event"] == "step"), default=0)
+    measures["lost"] = max(0, reached_step - resume_step)
+    step = next((event for event in events[restart_index:] if event["event"] == "step"), None)
     if step is not None:
         measures["recovery"] = step["time"] - injected
     return measures

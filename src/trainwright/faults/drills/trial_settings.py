@@ -184,12 +184,12 @@ def list_spreads(recipe: RecipeSchema, strategies: Sequence[str], processes: Seq
     numbers = list(processes) or [1, 2]
     if min(numbers) < 1:
         raise RequestError(f"--processes {min(numbers)}: expected at least 1")
-    supported = tuple((name, number) for name in names for number in numbers if _supports(name, number))
-    if not supported:
+    supported_spreads = tuple((name, number) for name in names for number in numbers if _supports(name, number))
+    if not supported_spreads:
         raise RequestError(
             f"--processes {','.join(map(str, numbers))}: {', '.join(names)} supports none of these numbers"
         )
-    return supported
+    return supported_spreads
 
 
 def list_phases(recipe: RecipeSchema) -> tuple[str, ...]:

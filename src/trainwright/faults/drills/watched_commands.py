@@ -250,13 +250,13 @@ def build_phase_check(run: Path, phase: str, draw: random.Random, *, evaluates: 
     Args:
         evaluates: whether texts are generated after an evaluation; else, at the same steps, after the step.
     """
-    evaluated = draw.choice([0, EVALUATES_EVERY])
-    saved = draw.choice([SAVES_EVERY, 2 * SAVES_EVERY, 3 * SAVES_EVERY])
+    evaluation_step = draw.choice([0, EVALUATES_EVERY])
+    checkpoint_step = draw.choice([SAVES_EVERY, 2 * SAVES_EVERY, 3 * SAVES_EVERY])
     step = draw.randrange(2, STEPS - 3)
     checkpoints = run / "checkpoints"
 
     def stepped() -> bool:
-        return has_event(run, "step", evaluated) if evaluated else has_event(run, "start")
+        return has_event(run, "step", evaluation_step) if evaluation_step else has_event(run, "start")
 
     return {
         IMPORTS: lambda: (run / "recipe.yaml").exists(),
@@ -265,9 +265,11 @@ def build_phase_check(run: Path, phase: str, draw: random.Random, *, evaluates: 
         FIRST_STEP: lambda: has_event(run, "start"),
         STEP: lambda: has_event(run, "step", step),
         EVALUATION: stepped,
-        GENERATION: (lambda: has_event(run, "evaluate", evaluated)) if evaluates else stepped,
+        GENERATION: (lambda: has_event(run, "evaluate", evaluation_step)) if evaluates else stepped,
         CHECKPOINT: lambda: any(
-            checkpoints.glob(f".writing-step-{n:08d}") for n in range(saved, STEPS + 1) if checkpoints.is_dir()
+            checkpoints.glob(f".writing-step-{n:08d}")
+            for n in range(checkpoint_step, STEPS + 1)
+            if checkpoints.is_dir()
         ),
         EXPORT: lambda: any(run.glob(".final.*")) or (run / "final").exists(),
     }[phase]

@@ -76,8 +76,8 @@ def collect_stacks(pids: Mapping[int, int], logs: Path) -> dict[int, str]:
 def extract_training_thread(stacks: str) -> str:
     """Return the innermost frames of the thread that trains."""
     threads = [thread for thread in stacks.strip().split("\n\n") if thread.strip()]
-    chosen = next((thread for thread in threads if _TRAINING in thread), threads[-1] if threads else "")
-    head, *frames = chosen.splitlines() or [""]
+    stack = next((thread for thread in threads if _TRAINING in thread), threads[-1] if threads else "")
+    head, *frames = stack.splitlines() or [""]
     more = [f"  ... {len(frames) - _FRAMES} more"] if len(frames) > _FRAMES else []
     return "\n".join([head, *frames[:_FRAMES], *more])
 
@@ -93,8 +93,8 @@ def _run_py_spy(pid: int) -> str:
         return ""
     with suppress(OSError, subprocess.SubprocessError):
         command = [program, "dump", "--pid", str(pid), "--nonblocking"]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_SECONDS, check=False)
-        return ended.stdout if ended.returncode == 0 else ""
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_SECONDS, check=False)
+        return result.stdout if result.returncode == 0 else ""
     return ""
 
 

@@ -97,9 +97,9 @@ def judge(ranks: Mapping[int, RankState], *, compiled: bool = False) -> Verdict 
     Ranks that wait for others in a collective are never late themselves: the ranks they wait for are.
     """
     active = {rank: state for rank, state in ranks.items() if not state.finished}
-    suspended = [rank for rank, state in active.items() if state.suspended >= _SUSPENDED]
-    if suspended:
-        return _build_verdict(active, suspended, None)
+    suspended_ranks = [rank for rank, state in active.items() if state.suspended >= _SUSPENDED]
+    if suspended_ranks:
+        return _build_verdict(active, suspended_ranks, None)
     beats = {rank: state.beat for rank, state in active.items()}
     conflict = find_conflict(beats)
     if conflict is not None and all(state.quiet > _MARGIN for state in active.values()):
@@ -137,8 +137,8 @@ def find_conflict(beats: Mapping[int, Beat], *, lines: bool = False) -> Conflict
         lines: compare the newest that all have entered also by the lines of the calls, which may differ in a run that
             is right.
     """
-    entered = [set(beat.collectives) for beat in beats.values()]
-    common = sorted(set.intersection(*entered)) if entered else []
+    entered_numbers = [set(beat.collectives) for beat in beats.values()]
+    common = sorted(set.intersection(*entered_numbers)) if entered_numbers else []
     for number in common:
         calls = {rank: beat.collectives[number] for rank, beat in beats.items()}
         with_lines = lines and number == common[-1]
@@ -162,11 +162,11 @@ def _build_conflict(
         ahead = {kinds[rank] for rank, beat in beats.items() if (beat.step, beat.marks) == furthest}
         ranks = [rank for rank, kind in kinds.items() if kind in ahead]
     differing = min(ranks)
-    other = min(rank for rank, kind in kinds.items() if kind != kinds[differing])
+    peer = min(rank for rank, kind in kinds.items() if kind != kinds[differing])
     return Conflict(
         tuple(sorted(ranks)),
-        f"the ranks have entered different collectives: as number {calls[other].number}, rank {other} has entered "
-        f"{_describe_call(calls[other])}, and rank {differing} {_describe_call(calls[differing])}",
+        f"the ranks have entered different collectives: as number {calls[peer].number}, rank {peer} has entered "
+        f"{_describe_call(calls[peer])}, and rank {differing} {_describe_call(calls[differing])}",
     )
 
 
@@ -196,19 +196,19 @@ def _build_verdict(
         f"{format_ranks(late)} {'has' if len(late) == 1 else 'have'} {_describe_state(first)} "
         f"{_describe_position(first.beat)}"
     ]
-    others = {rank: state.beat for rank, state in active.items() if rank not in late}
-    ahead = [rank for rank, beat in others.items() if beat.entered > first.beat.entered]
-    waiting = [rank for rank, beat in others.items() if beat.waiting]
+    beats = {rank: state.beat for rank, state in active.items() if rank not in late}
+    ahead = [rank for rank, beat in beats.items() if beat.entered > first.beat.entered]
+    waiting = [rank for rank, beat in beats.items() if beat.waiting]
     if ahead:
         verb, none = ("has" if len(ahead) == 1 else "have"), ("has" if len(late) == 1 else "have")
         parts.append(
-            f"{format_ranks(ahead)} {verb} entered {_describe_last_collective(others[ahead[0]])}, which "
+            f"{format_ranks(ahead)} {verb} entered {_describe_last_collective(beats[ahead[0]])}, which "
             f"{format_ranks(late)} {none} not"
         )
     elif waiting:
         parts.append(
             f"{format_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in "
-            f"{_describe_last_collective(others[waiting[0]])}"
+            f"{_describe_last_collective(beats[waiting[0]])}"
         )
     if conflict is not None:
         parts.append(conflict.detail)
@@ -296,7 +296,7 @@ class Machines:
 
     def exchange_reports(self, here: Mapping[int, RankState]) -> dict[int, RankState] | None:
         """Report what the ranks here do; return what all ranks do, or None if any of them may make progress."""
-        quiet = here and all(each.quiet >= _QUIET or each.suspended or each.finished for each in here.values())
+        quiet = here and all(state.quiet >= _QUIET or state.suspended or state.finished for state in here.values())
         now = time.monotonic()
         if now - self._published >= _PUBLISH_SECONDS and (quiet or self._report.ranks):
             self._published = now

@@ -98,10 +98,10 @@ def count_moved_bytes(pid: int) -> int:
     total = 0
     with suppress(psutil.Error):
         process = psutil.Process(pid)
-        for each in (process, *process.children(recursive=True)):
+        for member in (process, *process.children(recursive=True)):
             with suppress(psutil.Error, AttributeError, OSError):  # it has ended, or the system does not count
-                counted = each.io_counters()
-                total += int(counted.write_chars + counted.read_bytes + counted.read_chars // _READ)
+                counters = member.io_counters()
+                total += int(counters.write_chars + counters.read_bytes + counters.read_chars // _READ)
     return total
 
 
@@ -117,10 +117,10 @@ class Moving:
 
         The first call returns True.
         """
-        moved, self._seconds = count_moved_bytes(pid), self._seconds + passed
-        if self._moved is not None and moved - self._moved < _BYTES_PER_SECOND * max(1.0, self._seconds):
+        total, self._seconds = count_moved_bytes(pid), self._seconds + passed
+        if self._moved is not None and total - self._moved < _BYTES_PER_SECOND * max(1.0, self._seconds):
             return False
-        self._moved, self._seconds = moved, 0.0
+        self._moved, self._seconds = total, 0.0
         return True
 
 
@@ -140,8 +140,8 @@ def _read_waited_seconds(pid: int, closely: bool) -> dict[int, float]:
     seconds: dict[int, float] = {}
     for thread in _list_threads(tasks) if closely else (pid,):
         with suppress(OSError, ValueError):
-            _, waited, _ = (tasks / str(thread) / "schedstat").read_text(encoding="ascii").split()
-            seconds[thread] = int(waited) / 1e9
+            _, nanoseconds, _ = (tasks / str(thread) / "schedstat").read_text(encoding="ascii").split()
+            seconds[thread] = int(nanoseconds) / 1e9
     return seconds
 
 
@@ -245,8 +245,8 @@ class HangWatcher:
         now = time.monotonic()
         if now - self._checked < _CHECK_SECONDS:
             return
-        passed, self._checked = min(now - self._checked, _LONGEST_GAP), now
-        self._look(passed)
+        elapsed, self._checked = min(now - self._checked, _LONGEST_GAP), now
+        self._look(elapsed)
         verdict = self._build_verdict()
         if verdict is None:
             self._recovered(now)
@@ -272,11 +272,11 @@ class HangWatcher:
         pids = self._processes()
         self._ever |= pids
         quiet = {rank for rank, observed in self._ranks.items() if observed.quiet > _QUIET}
-        looked = {rank: read_state(pid, closely=rank in quiet) for rank, pid in pids.items()}
-        states = {rank: state for rank, state in looked.items() if state is not None}
+        process_states = {rank: read_state(pid, closely=rank in quiet) for rank, pid in pids.items()}
+        states = {rank: state for rank, state in process_states.items() if state is not None}
         beats = self._read_beats({rank: pids[rank] for rank in states})
         observed = {rank: self._ranks[rank] for rank in beats if rank in self._ranks}
-        starved = max([0.0, *(states[rank].measure_starvation(each.state) for rank, each in observed.items())])
+        starvation = max([0.0, *(states[rank].measure_starvation(record.state) for rank, record in observed.items())])
         asleep, self._asleep = read_suspended_seconds() - self._asleep, read_suspended_seconds()
         for rank, beat in beats.items():
             before, state = observed.get(rank), states[rank]
@@ -291,7 +291,7 @@ class HangWatcher:
             if state.on_disk and before.on_disk < _DISK_SECONDS:
                 before.on_disk += passed
             else:
-                before.quiet += max(0.0, passed - starved)
+                before.quiet += max(0.0, passed - starvation)
             if rank in quiet and beat.phase in STORAGE and before.moving(pids[rank], passed):
                 before.quiet = _QUIET
             if asleep > _CHECK_SECONDS:
@@ -307,7 +307,7 @@ class HangWatcher:
         return {rank: beat for rank, beat in read_now.items() if beat is not None and beat.pid == pids[rank]}
 
     def _build_verdict(self) -> Verdict | None:
-        everyone: dict[int, RankState] | None = {rank: tracked.seen for rank, tracked in self._ranks.items()}
+        everyone: dict[int, RankState] | None = {rank: record.seen for rank, record in self._ranks.items()}
         if self._machines is not None:
             everyone = self._machines.exchange_reports(everyone or {})
             if not self._machines.decides:
@@ -325,14 +325,14 @@ class HangWatcher:
                 self._machines.decide(verdict, self._everyone)
         pids, stacks = dict(self._processes()), self._stacks()
         everyone = self._everyone.keys() | pids.keys()
-        shown = [f"rank {rank}:\n{stacks[rank]}" for rank in sorted(stacks)]
+        stack_texts = [f"rank {rank}:\n{stacks[rank]}" for rank in sorted(stacks)]
         why = {True: "no stack, as its process does not respond", False: "no stack has arrived from its machine"}
         missing = [f"rank {rank}: {why[rank in pids]}" for rank in sorted(everyone - stacks.keys())]
         first = evidence.locate_stacks_file(self._watched.run / "logs", verdict.ranks[0])
         files = f"all threads: {first.with_name('rank-*.stacks')}"
         message = f"the run hangs: {verdict.detail}"
         if ends:
-            text = "\n".join([message, *shown, *missing, files])
+            text = "\n".join([message, *stack_texts, *missing, files])
             self._ending(verdict.exit_code, text)
             evidence.wait_for_collectives(self._watched.run / "logs", self._asked)
             for pid in pids.values():
@@ -340,25 +340,25 @@ class HangWatcher:
                     os.kill(pid, signal.SIGKILL)
             raise WatcherVerdict(text, verdict.ranks[0], Cause.HANG if self._watched.on_hang == "restart" else None)
         if self._decides:
-            other = "restart would restart it, and " if self._watched.restarts else ""
-            goes_on = f"it goes on; faults.on_hang: {other}stop would end it with exit code {verdict.exit_code}"
-            say("\n".join([f"warning: {message}", *shown, *missing, files, goes_on]), file=sys.stderr)
+            alternative = "restart would restart it, and " if self._watched.restarts else ""
+            goes_on = f"it goes on; faults.on_hang: {alternative}stop would end it with exit code {verdict.exit_code}"
+            say("\n".join([f"warning: {message}", *stack_texts, *missing, files, goes_on]), file=sys.stderr)
 
     def _stacks(self) -> dict[int, str]:
         """Return the stacks of the threads that train: of all machines where rank 0 is."""
         pids = dict(self._processes())
         if self._directory is not None:
             self._asked = evidence.write_collectives(self._directory, pids, self._watched.run / "logs")
-        here = {
+        local_stacks = {
             rank: evidence.extract_training_thread(text)
             for rank, text in evidence.collect_stacks(pids, self._watched.run / "logs").items()
         }
         if self._machines is None:
-            return here
+            return local_stacks
         if self._machines.decides:
-            return here | self._machines.stacks(frozenset(self._everyone.keys() - pids.keys()))
-        self._machines.give(here)
-        return here
+            return local_stacks | self._machines.stacks(frozenset(self._everyone.keys() - pids.keys()))
+        self._machines.give(local_stacks)
+        return local_stacks
 
     def _recovered(self, now: float) -> None:
         if self._reported:
@@ -397,12 +397,12 @@ def watch_run(
             connections.
     """
     process = _start(run, rank_info, terminal) if rank_info.local_rank == 0 else None
-    started, is_told = time.monotonic() - measure_process_age(), True
+    start, is_told = time.monotonic() - measure_process_age(), True
     try:
         yield
     except Exception as error:
         # Also of workers that have ended. All of this launch wait for each other before they begin.
-        beats = {rank: beat for rank, beat in _read_beats(run, rank_info.size).items() if beat.started_at > started}
+        beats = {rank: beat for rank, beat in _read_beats(run, rank_info.size).items() if beat.started_at > start}
         conflict = find_conflict(beats)
         if conflict is None:
             raise
@@ -415,8 +415,8 @@ def watch_run(
 
 
 def _start(run: Path, rank_info: RankInfo, terminal: TextIO) -> subprocess.Popen[bytes]:
-    watched = WatchedRun.of(run)
-    request = [str(run.absolute()), watched.on_hang, watched.compiled, rank_info.size]
+    watched_run = WatchedRun.of(run)
+    request = [str(run.absolute()), watched_run.on_hang, watched_run.compiled, rank_info.size]
     alone = rank_info.local_size == rank_info.size
     code = "import sys; from trainwright.faults.hangs.watcher import main; main(sys.argv[1])"
     return subprocess.Popen(
@@ -434,7 +434,7 @@ def main(request: str) -> None:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     run, on_hang, compiled, size, alone, decides = json.loads(request)
-    watched, parent = WatchedRun(Path(run), on_hang, compiled, restarts=False), os.getppid()
+    watched_run, parent = WatchedRun(Path(run), on_hang, compiled, restarts=False), os.getppid()
 
     def ending(code: int, message: str) -> None:
         record_exit_code(code, outweighs=True)
@@ -442,9 +442,9 @@ def main(request: str) -> None:
             say(f"error: {message}", file=sys.stderr)
 
     watcher = HangWatcher(
-        watched,
-        lambda: _list_workers(watched.run, size),
-        None if alone else Machines(watched.run, size, decides),
+        watched_run,
+        lambda: _list_workers(watched_run.run, size),
+        None if alone else Machines(watched_run.run, size, decides),
         ending,
     )
     is_told = True
@@ -459,7 +459,9 @@ def main(request: str) -> None:
         conflict = watcher.close()
         if conflict is not None and not is_told:
             ending(EXIT_TRAINING, conflict)
-        if (directory := create_heartbeat_directory(watched.run)) is not None:  # also of a run too short to be watched
+        if (
+            directory := create_heartbeat_directory(watched_run.run)
+        ) is not None:  # also of a run too short to be watched
             shutil.rmtree(directory, ignore_errors=True)
 
 

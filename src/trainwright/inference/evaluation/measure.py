@@ -107,14 +107,14 @@ class Measurement:
     @classmethod
     def open(cls, file: Path) -> Measurement:
         """Read what ``save`` wrote."""
-        saved = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
         columns = {
             name: Column(np.array(column["values"]), np.array(column["weights"]), *_finish(name))
-            for name, column in saved.pop("columns").items()
+            for name, column in content.pop("columns").items()
         }
-        samples = [Sample(**sample) for sample in saved.pop("samples")]
-        origins = Origins(**saved.pop("origins"))
-        return cls(**saved, columns=columns, samples=samples, origins=origins)
+        samples = [Sample(**sample) for sample in content.pop("samples")]
+        origins = Origins(**content.pop("origins"))
+        return cls(**content, columns=columns, samples=samples, origins=origins)
 
 
 @dataclass(frozen=True)
@@ -146,20 +146,20 @@ def measure(
     answers: list[Answer] = []
     needs_scores = any(name in LIKELIHOODS for name in settings.names)
     if needs_scores:
-        done = stage(f"scoring with {settings.model}", len(rows.dataset))
-        scores = _join_windows(score(loaded.lm, rows.dataset, world, done=done), rows.windows)
+        scoring_progress = stage(f"scoring with {settings.model}", len(rows.dataset))
+        scores = _join_windows(score(loaded.lm, rows.dataset, world, done=scoring_progress), rows.windows)
     if settings.judges:
-        answered = stage(f"answers of {settings.model}", len(rows.prompts.rows))
-        answers = answer_prompts(loaded, rows.prompts, settings.sampling, world, settings.batch, answered)
+        answer_progress = stage(f"answers of {settings.model}", len(rows.prompts.rows))
+        answers = answer_prompts(loaded, rows.prompts, settings.sampling, world, settings.batch, answer_progress)
     if not world.is_main:
         return None
     columns = build_likelihood_columns(settings.names, scores, rows.last_turn) if needs_scores else {}
     for name, judge in settings.judges.items():
         columns[name] = Column.of_rows(judge_all(judge, rows.prompts.references, answers))
-    ordered = {name: columns[name] for name in settings.names}
-    samples = _build_samples(loaded, rows, settings.origins, ordered, answers)
+    by_metric = {name: columns[name] for name in settings.names}
+    samples = _build_samples(loaded, rows, settings.origins, by_metric, answers)
     answered_rows = rows.prompts.rows if settings.judges else []
-    return Measurement(settings.model, rows.dataset.fingerprint, ordered, samples, settings.origins, answered_rows)
+    return Measurement(settings.model, rows.dataset.fingerprint, by_metric, samples, settings.origins, answered_rows)
 
 
 def answer_prompts(
@@ -287,12 +287,12 @@ class ValidationQuestions:
             raise RequestError(
                 "evaluate.metrics: no validation row has a prompt and a full answer within data.max_length"
             )
-        self._rows = chosen = [
+        self._rows = numbers = [
             with_question[index] for index in draw_indices(len(with_question), section.generation_limit)
         ]
         self._prompts: list[list[int]] = []
         self._references: list[str] = []
-        for number in chosen:
+        for number in numbers:
             tokens = validation.sequence(number)[0].tolist()
             begin, end = spans[number]
             self._prompts.append(tokens[:begin])

@@ -73,11 +73,11 @@ def build_extractor(pattern: str) -> Extract:
     if pattern == NUMBER:
         return lambda text: next(reversed(_NUMBER.findall(text)), None)
     try:
-        compiled = re.compile(NAMED.get(pattern, pattern))
+        expression = re.compile(NAMED.get(pattern, pattern))
     except re.error as error:
         raise RequestError(f"the answer pattern {pattern!r} is not a regular expression: {error}") from None
-    group = 1 if compiled.groups else 0
-    return lambda text: match[group] if (match := compiled.search(text)) else None
+    group = 1 if expression.groups else 0
+    return lambda text: match[group] if (match := expression.search(text)) else None
 
 
 class AnswerMatch:
@@ -92,9 +92,9 @@ class AnswerMatch:
     def check(self, reference: str) -> None:
         """Raise RequestError if the reference has no short answer."""
         if self._extract(reference) is None:
-            shown = " ".join(reference.split())[-60:]
+            ending = " ".join(reference.split())[-60:]
             raise RequestError(
-                f"the pattern {self._pattern!r} matches no answer in the reference (it ends with {shown!r})"
+                f"the pattern {self._pattern!r} matches no answer in the reference (it ends with {ending!r})"
             )
 
     def __call__(self, reference: str, answer: str) -> float:

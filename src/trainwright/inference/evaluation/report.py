@@ -70,14 +70,17 @@ class Report:
         rows = []
         for name, column in self.measured.columns.items():
             difference = self.comparison.differences.get(name)
-            other = self.against.columns.get(name)
-            values = [format_number(column.value()), "" if other is None else format_number(other.value())]
-            shown = (
+            other_column = self.against.columns.get(name)
+            values = [
+                format_number(column.value()),
+                "" if other_column is None else format_number(other_column.value()),
+            ]
+            cells = (
                 ["", ""]
                 if difference is None
                 else [_format_signed(difference.value), _format_interval(difference, _format_signed)]
             )
-            rows.append([name, *values, *shown, f"{len(column):,}"])
+            rows.append([name, *values, *cells, f"{len(column):,}"])
         head = ("metric", "A", "B", "A - B", f"{CONFIDENCE:.0%} interval".replace("%", " %"), "rows")
         return align_columns(rows, head)
 
@@ -102,7 +105,7 @@ class Report:
         if self.measured is not None:
             numbers |= _collect_values(self.measured, self.estimates)
         if self.against is not None and self.comparison is not None:
-            differences = {name: asdict(each) for name, each in self.comparison.differences.items()}
+            differences = {name: asdict(difference) for name, difference in self.comparison.differences.items()}
             numbers["against"] = {
                 **_collect_values(self.against, _estimate_columns(self.against)),
                 "difference": differences,
@@ -185,7 +188,7 @@ def _write_samples(file: Path, measured: Measurement) -> None:
 
 def write_text(file: Path, text: str) -> None:
     """Write a file and sync it to disk."""
-    with file.open("w", encoding="utf-8") as opened:
-        opened.write(text)
-        opened.flush()
-        os.fsync(opened.fileno())
+    with file.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())

@@ -151,7 +151,7 @@ def read(source: SourceSection, *, key: str, only: Sequence[int] | None = None) 
         rows.notes.append(f"{source.source}: {layout.read_as}")
     if unused := layout.unused(table.column_names):
         rows.notes.append(f"{source.source}: {describe_unused_columns(unused)}")
-    rows.notes.extend(f"{source.source}: {format_clause(count, 'row', what)}" for what, count in remarks.items())
+    rows.notes.extend(f"{source.source}: {format_clause(count, 'row', remark)}" for remark, count in remarks.items())
     return rows
 
 
@@ -201,7 +201,7 @@ class EncodedRows:
     def save(self, directory: Path) -> None:
         """Write everything to ``directory``, for other processes."""
         self.dataset.save(directory / "tokens")
-        rest = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "dataset"}
+        rest = {member.name: getattr(self, member.name) for member in fields(self) if member.name != "dataset"}
         (directory / "rows.json").write_text(json.dumps({**rest, "prompts": asdict(self.prompts)}), encoding="utf-8")
 
     @classmethod
@@ -232,7 +232,7 @@ def encode(
     """
     encoder = ChatEncoder(tokenizer) if rows.conversations else None
     pairs: list[Encoded] = []
-    windows, last_turn, called, cut, split = [], [], {}, 0, 0
+    windows, last_turn, call_texts, cut, split = [], [], {}, 0, 0
     remarks = Remarks()
     for row, (ids, flags) in enumerate(_encode_rows(rows, tokenizer, encoder, key, remarks)):
         is_text = isinstance(rows.examples[row], str)
@@ -241,20 +241,20 @@ def encode(
             splits = is_long_split(long_documents, "text" if is_text else "messages")
             ends = split_windows(len(ids), max_length) if splits else [(0, max_length)]
             split, cut = split + splits, cut + (not splits)
-        trained = [(begin, end) for begin, end in ends if any(flags[begin + 1 : end])]
-        if not trained:
+        trained_turns = [(begin, end) for begin, end in ends if any(flags[begin + 1 : end])]
+        if not trained_turns:
             raise RequestError(
                 f"{key}: {rows.location(row)}: its {len(ids):,} tokens have no answer within the first {ends[0][1]:,}; "
                 "raise --max-length up to the model's limit, or remove the row"
             )
         begin = max(1, find_last_run(flags)[0])
-        last_turn.append(sum(flags[begin : trained[-1][1]]))
-        windows.append(len(trained))
-        pairs += [(ids[begin:end], flags[begin:end]) for begin, end in trained]
+        last_turn.append(sum(flags[begin : trained_turns[-1][1]]))
+        windows.append(len(trained_turns))
+        pairs += [(ids[begin:end], flags[begin:end]) for begin, end in trained_turns]
         if not is_text and rows.answer(row).get("tool_calls"):
-            called[row] = str(tokenizer.decode(ids[begin : begin + sum(flags[begin:])], skip_special_tokens=True))
+            call_texts[row] = str(tokenizer.decode(ids[begin : begin + sum(flags[begin:])], skip_special_tokens=True))
     dataset = TokenDataset.from_examples(pairs, fingerprint(pairs))
-    prompts = RowPrompts() if encoder is None else _encode_questions(rows, encoder, questions, called, key)
+    prompts = RowPrompts() if encoder is None else _encode_questions(rows, encoder, questions, call_texts, key)
     notes = [*rows.notes, *([] if encoder is None else encoder.notes), *remarks.lines()]
     return EncodedRows(dataset, windows, last_turn, prompts, cut, split, notes)
 
@@ -301,9 +301,9 @@ def _encode_questions(
 
 def find_last_run(flags: Sequence[bool] | np.ndarray) -> tuple[int, int]:
     """Return the start and the end of the last contiguous run of targets."""
-    places = np.flatnonzero(flags)
-    breaks = np.flatnonzero(np.diff(places) > 1)
-    return int(places[breaks[-1] + 1] if len(breaks) else places[0]), int(places[-1]) + 1
+    indices = np.flatnonzero(flags)
+    breaks = np.flatnonzero(np.diff(indices) > 1)
+    return int(indices[breaks[-1] + 1] if len(breaks) else indices[0]), int(indices[-1]) + 1
 
 
 CONFIDENCE = 0.95
@@ -412,10 +412,10 @@ def _compute_paired_interval(one: Column, other: Column) -> tuple[float, float]:
     other_low, other_high = compute_wilson_interval(other_share, other.effective_rows)
     both = float((one.values * other.values).sum() / (one.weights * other.weights).sum())
     spread = math.sqrt(share * (1 - share) * other_share * (1 - other_share))
-    related = 0.0 if spread == 0 else (both - share * other_share) / spread
+    correlation = 0.0 if spread == 0 else (both - share * other_share) / spread
     down, up, other_down, other_up = share - low, high - share, other_share - other_low, other_high - other_share
-    below = math.sqrt(max(0.0, down**2 - 2 * related * down * other_up + other_up**2))
-    above = math.sqrt(max(0.0, up**2 - 2 * related * up * other_down + other_down**2))
+    below = math.sqrt(max(0.0, down**2 - 2 * correlation * down * other_up + other_up**2))
+    above = math.sqrt(max(0.0, up**2 - 2 * correlation * up * other_down + other_down**2))
     return share - other_share - below, share - other_share + above
 
 

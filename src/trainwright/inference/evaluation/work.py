@@ -64,38 +64,40 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
     sides = {_MODEL: model}
     if request.against is not None:
         sides[_AGAINST] = find_model(request.against)
-    for side, unloaded in sides.items():
-        check_fits(unloaded, DTYPES[request.dtype], machine, processes)
+    for side, unloaded_model in sides.items():
+        check_fits(unloaded_model, DTYPES[request.dtype], machine, processes)
         (work / side).mkdir()
-        unloaded.save(work / side / "found.json")
+        unloaded_model.save(work / side / "found.json")
     if not request.on_rows:
         return
     rows, key = _read_rows(request, model)
     longest, long_documents = _choose_lengths(request, model)
-    judged = build_judges(request.metrics, request.answer_pattern, request.json_schema)
-    if judged and not rows.conversations:
+    answer_judges = build_judges(request.metrics, request.answer_pattern, request.json_schema)
+    if answer_judges and not rows.conversations:
         if request.explicit or request.answer_pattern is not None or request.json_schema is not None:
-            raise RequestError(f"--metrics: {', '.join(judged)} need questions, and the rows of {rows.name} are texts")
-        judged = {}
-    everything = request.full or request.quick or request.limit is not None
-    conversations = rows.conversations if judged else []
+            raise RequestError(
+                f"--metrics: {', '.join(answer_judges)} need questions, and the rows of {rows.name} are texts"
+            )
+        answer_judges = {}
+    is_unlimited = request.full or request.quick or request.limit is not None
+    conversations = rows.conversations if answer_judges else []
     questions = [
-        conversations[index] for index in draw_indices(len(conversations), None if everything else USUAL_ANSWERS)
+        conversations[index] for index in draw_indices(len(conversations), None if is_unlimited else USUAL_ANSWERS)
     ]
-    _check_references(rows, judged, questions, key)
-    for side, unloaded in sides.items():
-        limit = min((n for n in (longest, read_max_positions(unloaded.section)) if n is not None), default=None)
-        encoded = encode(
+    _check_references(rows, answer_judges, questions, key)
+    for side, unloaded_model in sides.items():
+        limit = min((n for n in (longest, read_max_positions(unloaded_model.section)) if n is not None), default=None)
+        encoded_rows = encode(
             rows,
-            load_tokenizer(unloaded.section),
+            load_tokenizer(unloaded_model.section),
             max_length=limit,
             long_documents=long_documents,
             questions=questions,
             key=key,
         )
-        _check_prompt_lengths(encoded, rows, read_max_positions(unloaded.section), key)
-        encoded.save(work / side)
-    names = [name for name in request.metrics if name in judged or name in LIKELIHOODS]
+        _check_prompt_lengths(encoded_rows, rows, read_max_positions(unloaded_model.section), key)
+        encoded_rows.save(work / side)
+    names = [name for name in request.metrics if name in answer_judges or name in LIKELIHOODS]
     if not names:
         raise RequestError("--metrics: no metric to compute")
     origins = Origins(_number_names(rows), rows.numbers, rows.parts)
@@ -107,15 +109,15 @@ def work_on(request: EvaluationRequest, work: Path, world: World, stage: Stage) 
     """Measure this rank's part; rank 0 writes the results to ``work``. Every rank must call."""
     for side in (_MODEL, _AGAINST):
         if (work / side).is_dir():
-            loaded = load(UnloadedModel.open(work / side / "found.json"), DTYPES[request.dtype], world.device)
+            loaded_model = load(UnloadedModel.open(work / side / "found.json"), DTYPES[request.dtype], world.device)
             if request.on_rows:
-                _measure(request, work, side, loaded, world, stage)
+                _measure(request, work, side, loaded_model, world, stage)
             if request.tasks:
                 limit = QUICK_ROWS if request.quick else request.limit
-                results = run_tasks(loaded, request.tasks, request.task_directory, limit, world, stage)
+                results = run_tasks(loaded_model, request.tasks, request.task_directory, limit, world, stage)
                 if world.is_main:
                     (work / side / "harness.json").write_text(json.dumps(results, default=str), encoding="utf-8")
-            del loaded
+            del loaded_model
             if world.device.type != "cpu":
                 torch.accelerator.empty_cache()
 
@@ -136,15 +138,15 @@ def report_of(request: EvaluationRequest, work: Path) -> Report:
     origins = Origins(**about["origins"])
     sources = " + ".join(origins.sources)
     settings |= {"data": sources, "rows": len(origins.numbers), "answered": about["answered"]}
-    measured = Measurement.open(work / _MODEL / "measured.json")
+    measurement = Measurement.open(work / _MODEL / "measured.json")
     against = None if request.against is None else Measurement.open(work / _AGAINST / "measured.json")
     several = len(origins.sources) > 1
     parts = {
-        name: _build_report(measured.select_source(part), None if against is None else against.select_source(part))
+        name: _build_report(measurement.select_source(part), None if against is None else against.select_source(part))
         for part, name in enumerate(origins.sources)
         if several and part in origins.parts
     }
-    return replace(_build_report(measured, against), settings=settings, harness=harness, parts=parts)
+    return replace(_build_report(measurement, against), settings=settings, harness=harness, parts=parts)
 
 
 def _build_report(measured: Measurement, against: Measurement | None) -> Report:
@@ -163,11 +165,9 @@ def _measure(request: EvaluationRequest, work: Path, side: str, loaded: Loaded, 
         Sampling(max_new_tokens=request.max_new_tokens),
         request.batch_size,
     )
-    measured = measure(loaded, rows, settings, world, stage)
-    if measured is not None:
-        replace(measured, notes=[*rows.notes, *_iterate_notes(measured, rows, request)]).save(
-            work / side / "measured.json"
-        )
+    result = measure(loaded, rows, settings, world, stage)
+    if result is not None:
+        replace(result, notes=[*rows.notes, *_iterate_notes(result, rows, request)]).save(work / side / "measured.json")
 
 
 def _iterate_notes(measured: Measurement, rows: EncodedRows, request: EvaluationRequest) -> Iterator[str]:
@@ -175,9 +175,9 @@ def _iterate_notes(measured: Measurement, rows: EncodedRows, request: Evaluation
         yield f"{format_plural(rows.cut, 'row')} truncated to the maximum length"
     if rows.split:
         yield f"{format_plural(rows.split, 'row')} split at the maximum length; no token is lost"
-    unfinished = sum(sample.complete is False for sample in measured.samples)
-    if unfinished:
-        cut = format_clause(unfinished, "answer", "were cut")
+    unfinished_count = sum(sample.complete is False for sample in measured.samples)
+    if unfinished_count:
+        cut = format_clause(unfinished_count, "answer", "were cut")
         yield f"{cut} at {format_plural(request.max_new_tokens, 'token')}; raise --max-new-tokens for longer ones"
 
 
@@ -215,8 +215,8 @@ def _read_rows_of_run(model: UnloadedModel) -> EvaluationRows:
         raise RequestError(f"--data: {model.origin} is of a run without validation rows; pass the rows")
     if data.streaming is not None:
         return join_rows([read(source, key=key) for source, key in data.validation_sources])
-    prepared = prepare_data(data, load_tokenizer(model.section), seed=recipe.train.seed, cache=find_cache_root())
-    validation_rows = prepared.held_out()
+    prepared_data = prepare_data(data, load_tokenizer(model.section), seed=recipe.train.seed, cache=find_cache_root())
+    validation_rows = prepared_data.held_out()
     return join_rows(
         [
             read(source, key=key, only=validation_rows[validation_rows[:, 0] == part, 1].tolist())
@@ -390,8 +390,8 @@ def _build_language_model(shared: _Shared) -> Any:
 
 def _parse_sampling(settings: dict[str, Any]) -> Sampling:
     """Return the sampling settings of a task. Raises RequestError for unsupported ones."""
-    supported = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
-    if unknown := [key for key, value in settings.items() if key not in supported and value is not None]:
+    supported_keys = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
+    if unknown := [key for key, value in settings.items() if key not in supported_keys and value is not None]:
         raise RequestError(f"--lm-eval: the task sets {', '.join(unknown)} for its answers, which is not supported")
     return Sampling(
         max_new_tokens=int(settings["max_gen_toks"]),
@@ -414,10 +414,10 @@ def _run_harness(
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise RequestError(f"--lm-eval: lm-evaluation-harness has no task {task}{hint}")
     try:
-        evaluated = simple_evaluate(model, tasks=list(tasks), task_manager=manager, limit=limit, log_samples=False)
+        results = simple_evaluate(model, tasks=list(tasks), task_manager=manager, limit=limit, log_samples=False)
     except TrainwrightError:
         raise
     except (OSError, ConnectionError, ValueError) as error:  # of the datasets library and of the Hub's client
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RequestError(f"--lm-eval {','.join(tasks)}: the tasks' data cannot be loaded: {reason}") from error
-    return {task: dict(metrics) for task, metrics in evaluated["results"].items()}
+    return {task: dict(metrics) for task, metrics in results["results"].items()}

@@ -63,8 +63,8 @@ class Curve:
     _points: tuple[tuple[float, float], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        used = sorted((s.sizes[0], s.seconds) for s in self._usable()) if self.form == "table" else []
-        object.__setattr__(self, "_points", tuple((math.log(size), math.log(seconds)) for size, seconds in used))
+        points = sorted((s.sizes[0], s.seconds) for s in self._usable()) if self.form == "table" else []
+        object.__setattr__(self, "_points", tuple((math.log(size), math.log(seconds)) for size, seconds in points))
 
     def _usable(self) -> Iterator[TimedSample]:
         """Yield the valid samples; ``check_calibration`` reports impossible ones."""
@@ -292,7 +292,7 @@ def to_json(calibration: Calibration) -> dict[str, Any]:
                 "overlap": setting.overlap,
                 "exchange": _replace_tuples(asdict(setting.exchange)),
                 "in_step": {
-                    precision: _replace_tuples(asdict(fitted)) for precision, fitted in setting.in_step.items()
+                    precision: _replace_tuples(asdict(in_step)) for precision, in_step in setting.in_step.items()
                 },
                 "curves": {name: _convert_curve(curve) for name, curve in setting.curves.items()},
             }
@@ -414,10 +414,10 @@ def check_calibration(calibration: Calibration) -> Iterator[str]:
 def _check_ratios(calibration: Calibration) -> Iterator[str]:
     for number, setting in enumerate(calibration.settings):
         rates = {precision: _compute_rate(setting, precision) for precision in ("fp32", "tf32", "bf16", "fp16")}
-        for one, other in permutations(rates, 2):
-            if (rates[one] or 0.0) > _MOST_RATIO * (rates[other] or math.inf):
-                times = f"{(rates[one] or 0) / (rates[other] or 1):.0f}"
-                yield f"settings.{number}.curves: {one} is {times} times as fast as {other}"
+        for faster, slower in permutations(rates, 2):
+            if (rates[faster] or 0.0) > _MOST_RATIO * (rates[slower] or math.inf):
+                times = f"{(rates[faster] or 0) / (rates[slower] or 1):.0f}"
+                yield f"settings.{number}.curves: {faster} is {times} times as fast as {slower}"
     alone = {s.threads: _compute_rate(s, "fp32") for s in calibration.settings if s.processes == 1 and s.threads}
     if (one_thread := alone.get(1)) is not None:
         for threads, rate in alone.items():

@@ -58,13 +58,13 @@ class CpuContention:
         ``waited``: of the time in which the process had work to do. ``throttled``: of the periods of its control group.
         ``stolen``: of the time of all cores.
         """
-        ran, waited = _sum_increases(self.ran, before.ran), _sum_increases(self.waited, before.waited)
-        shares = {"waited": waited / (ran + waited)} if ran + waited > 0 else {}
+        ran, wait = _sum_increases(self.ran, before.ran), _sum_increases(self.waited, before.waited)
+        shares = {"waited": wait / (ran + wait)} if ran + wait > 0 else {}
         parts = []
-        for group, (periods, throttled) in self.periods.items():
+        for group, (periods, throttles) in self.periods.items():
             first = before.periods.get(group, (0, 0))
             if periods > first[0]:
-                parts.append((throttled - first[1]) / (periods - first[0]))
+                parts.append((throttles - first[1]) / (periods - first[0]))
         if parts:
             shares["throttled"] = max(parts)
         if self.all > before.all:
@@ -90,12 +90,12 @@ def _measure_own_seconds() -> float:
     """Return the processor time of this process and those that it has started."""
     import psutil
 
-    process, used = psutil.Process(), 0.0
-    for each in (process, *process.children(recursive=True)):
+    process, seconds = psutil.Process(), 0.0
+    for member in (process, *process.children(recursive=True)):
         with suppress(psutil.Error):  # it has ended
-            times = each.cpu_times()
-            used += times.user + times.system
-    return used
+            times = member.cpu_times()
+            seconds += times.user + times.system
+    return seconds
 
 
 def _sum_increases(after: Mapping[str, int], before: Mapping[str, int]) -> int:

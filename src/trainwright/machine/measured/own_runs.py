@@ -73,8 +73,8 @@ class OwnRuns:
         ways: dict[str, list[float]] = {}
         for run in runs:
             ways.setdefault(run.way, []).append(run.seconds)
-        others = [statistics.median(ratios[-_LAST:]) for ratios in ways.values()]
-        return _compute_correction(others, exact=False) if others else Correction()
+        medians = [statistics.median(ratios[-_LAST:]) for ratios in ways.values()]
+        return _compute_correction(medians, exact=False) if medians else Correction()
 
 
 def _compute_correction(factors: Sequence[float], exact: bool) -> Correction:
@@ -99,7 +99,9 @@ def remember_run(machine: Machine, run: OwnRun) -> None:
     if not (math.isfinite(run.seconds) and _LEAST_FACTOR <= run.seconds <= _MOST_FACTOR):
         return
     runs = (*read_own_runs(machine).runs, run)[-_MOST:]
-    try_write(_locate_runs(machine), json.dumps({"form": _FORM, "runs": [asdict(one) for one in runs]}) + "\n")
+    try_write(
+        _locate_runs(machine), json.dumps({"form": _FORM, "runs": [asdict(saved_run) for saved_run in runs]}) + "\n"
+    )
 
 
 def parse_run(record: Mapping[str, Any], seconds: float, memory: float | None) -> OwnRun | None:

@@ -92,24 +92,24 @@ def measure_if_needed(
         return QuickMeasurement(_read_carried_measurement(Path(machine.described_by)))
     if not machine.is_here:
         return QuickMeasurement()
-    bounded, file = shapes.limit_size(machine.device), locate_measurement(machine)
+    bounded_shapes, file = shapes.limit_size(machine.device), locate_measurement(machine)
     calibration = load_calibration(file)
     if (
         calibration is not None
-        and covers_shapes(calibration, bounded)
+        and covers_shapes(calibration, bounded_shapes)
         and not (calibration.is_disturbed and _is_old(file))
     ):
         return QuickMeasurement(calibration)
     before = _measured_here.get(file)
-    if before is not None and (before.calibration is None or covers_shapes(before.calibration, bounded)):
+    if before is not None and (before.calibration is None or covers_shapes(before.calibration, bounded_shapes)):
         return replace(before, message=None)
     say("measuring this machine")
-    _measured_here[file] = _measure_now(machine, bounded, file, calibration)
+    _measured_here[file] = _measure_now(machine, bounded_shapes, file, calibration)
     return _measured_here[file]
 
 
 def _measure_now(machine: Machine, shapes: Shapes, file: Path, previous: Calibration | None) -> QuickMeasurement:
-    started = time.monotonic()
+    start = time.monotonic()
     try:
         calibration = _measure(machine, shapes, previous)
     except _Failed as failed:
@@ -121,9 +121,9 @@ def _measure_now(machine: Machine, shapes: Shapes, file: Path, previous: Calibra
     if previous is not None and covers_shapes(previous, shapes) and previous.disturbance < calibration.disturbance:
         calibration = previous  # both were disturbed, this one less
     try_write(file, json.dumps(to_json(calibration)) + "\n")
-    saved = f"saved in {file}" if load_calibration(file) == calibration else f"cannot be saved in {file.parent}"
-    what = "this machine's first GPU" if machine.gpus else "this processor"
-    message = f"measured {what} in {time.monotonic() - started:.1f} s: {describe_rates(calibration)}; {saved}"
+    note = f"saved in {file}" if load_calibration(file) == calibration else f"cannot be saved in {file.parent}"
+    device = "this machine's first GPU" if machine.gpus else "this processor"
+    message = f"measured {device} in {time.monotonic() - start:.1f} s: {describe_rates(calibration)}; {note}"
     if calibration.is_disturbed:
         message += (
             f". Other programs used the cores ({calibration.disturbance:.0%} of the times were disturbed): commands "
@@ -185,9 +185,9 @@ def describe_rates(calibration: Calibration) -> str:
     first = calibration.settings[0]
     unit, scale = ("GFLOP/s per core", 1e9) if first.threads else ("TFLOP/s", 1e12)
     rates = {precision: _find_best_rate(first, precision) for precision in ("fp32", "tf32", "bf16", "fp16")}
-    shown = ", ".join(f"{name} {rate / scale:.0f}" for name, rate in rates.items() if rate is not None)
-    copied = max((s.sizes[0] / s.seconds for s in _select_samples(calibration, "traffic/fp32/copy")), default=None)
-    return f"{shown} {unit}" + ("" if copied is None else f", copies {copied / 1e9:.3g} GB/s")
+    text = ", ".join(f"{name} {rate / scale:.0f}" for name, rate in rates.items() if rate is not None)
+    copy_rate = max((s.sizes[0] / s.seconds for s in _select_samples(calibration, "traffic/fp32/copy")), default=None)
+    return f"{text} {unit}" + ("" if copy_rate is None else f", copies {copy_rate / 1e9:.3g} GB/s")
 
 
 def _find_best_rate(setting: ProcessRates, precision: str) -> float | None:
@@ -200,7 +200,7 @@ class _Failed(Exception):
 
 
 def _measure(machine: Machine, shapes: Shapes, previous: Calibration | None) -> Calibration:
-    started = time.monotonic()
+    start = time.monotonic()
     request = {
         "device": machine.device,
         "cores": machine.cpu_cores,
@@ -210,8 +210,8 @@ def _measure(machine: Machine, shapes: Shapes, previous: Calibration | None) -> 
         "length": shapes.length,
         "block": []
         if shapes.block is None
-        else [(name, one.sizes) for name, one in iterate_blocks_to_measure(shapes.block, shapes.length)],
-        "begun": started,
+        else [(name, block.sizes) for name, block in iterate_blocks_to_measure(shapes.block, shapes.length)],
+        "begun": start,
         "seconds": SECONDS,
         "before": [] if previous is None else list(_iterate_earlier_measurements(previous)),
     }
@@ -222,18 +222,18 @@ def _measure(machine: Machine, shapes: Shapes, previous: Calibration | None) -> 
         variables["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-P", "-m", "trainwright.doctor.quick"]
     try:
-        ended = subprocess.run(
+        result = subprocess.run(
             command, input=json.dumps(request), capture_output=True, text=True, env=variables, timeout=_MOST_SECONDS
         )
     except subprocess.TimeoutExpired:
         raise _Failed(f"it took more than {_MOST_SECONDS:.0f} s") from None
     except OSError as error:
         raise _Failed(str(error)) from None
-    if ended.returncode:
-        lines = ended.stderr.strip().splitlines()
-        raise _Failed(lines[-1] if lines else f"its process ended with code {ended.returncode}")
+    if result.returncode:
+        lines = result.stderr.strip().splitlines()
+        raise _Failed(lines[-1] if lines else f"its process ended with code {result.returncode}")
     try:
-        return from_json(json.loads(ended.stdout))
+        return from_json(json.loads(result.stdout))
     except (ValueError, KeyError, TypeError):
         raise _Failed("its process gave no figures") from None
 
@@ -297,12 +297,12 @@ class Kernel(NamedTuple):
 
     def narrow_widths(self, scale: float, backward: bool) -> Kernel:
         """Return the kernel of a block whose widths are multiplied by ``scale``; tokens stay."""
-        changed = self._replace(read=self.read * scale, written=self.written * scale, flops=self.flops * scale)
+        kernel = self._replace(read=self.read * scale, written=self.written * scale, flops=self.flops * scale)
         if KINDS[self.kind] != "product":
-            return changed
+            return kernel
         m = self.m if self.weights or not backward else round(self.m * scale)
         n, k = max(1, round(self.n * scale)), self.k if m != self.m else max(1, round(self.k * scale))
-        return changed._replace(m=max(1, m), n=n, k=k, flops=2.0 * max(1, m) * n * k * self.times * self.launches)
+        return kernel._replace(m=max(1, m), n=n, k=k, flops=2.0 * max(1, m) * n * k * self.times * self.launches)
 
 
 # By "PRECISION/DIRECTION".

@@ -66,9 +66,9 @@ def attach_adapter(model: PreTrainedModel, section: ModelSection, seed: int) -> 
     adapter = section.adapter
     if adapter.type == "none":
         return None
-    base, saved = identify_base_model(section, seed), start_from(adapter)
+    base, parent = identify_base_model(section, seed), start_from(adapter)
     config, names = build_peft_config(adapter, model, base), list_adaptable_names(model)
-    beneath = saved if adapter.stack else None
+    beneath = parent if adapter.stack else None
     with torch.random.fork_rng(devices=[]):  # the model is on the CPU, so no other generator is used
         torch.default_generator.manual_seed(seed)
         if beneath is not None:
@@ -81,8 +81,8 @@ def attach_adapter(model: PreTrainedModel, section: ModelSection, seed: int) -> 
             parameter.data = parameter.data.float()  # PEFT creates it in the dtype of the base layer
         if adapter.decomposes:
             _decompose_weights(model, adapter.initialization)
-    if saved is not None and beneath is None:
-        _fill(model, _TRAINED, saved, base)
+    if parent is not None and beneath is None:
+        _fill(model, _TRAINED, parent, base)
     _train_adapter(model)
     identity, below = base.fingerprint, {} if beneath is None else beneath.weights()
     if beneath is not None:
@@ -118,10 +118,10 @@ def _decompose_weights(model: nn.Module, initialization: str) -> None:
 
 def attach_without_weights(model: PreTrainedModel, adapter: AdapterSection) -> None:
     """Attach an adapter as ``attach_adapter`` does to a model on the meta device; no weights are read."""
-    saved, configs = start_from(adapter), {}
-    if saved is not None:
-        configs[_BENEATH if adapter.stack else _TRAINED] = load_saved_config(saved)
-    if saved is None or adapter.stack:
+    parent, configs = start_from(adapter), {}
+    if parent is not None:
+        configs[_BENEATH if adapter.stack else _TRAINED] = load_saved_config(parent)
+    if parent is None or adapter.stack:
         new = adapter.model_copy(update={"start_from": None, "stack": False})
         config = build_peft_config(new, model, BaseModel("", ""))  # of the model without the adapter beneath
         configs |= dict.fromkeys((_BENEATH, _TRAINED) if adapter.decomposes else (_TRAINED,), config)
@@ -136,9 +136,9 @@ def attach_without_weights(model: PreTrainedModel, adapter: AdapterSection) -> N
 def _train_adapter(model: nn.Module) -> None:
     """Activate the trained adapter, with one beneath it, and freeze all other weights."""
     _activate_adapters(model, (_BENEATH, _TRAINED))
-    trained = set(_index_by_key(model, _TRAINED).values())
+    trained_parameters = set(_index_by_key(model, _TRAINED).values())
     for parameter in model.parameters():
-        parameter.requires_grad_(parameter in trained)
+        parameter.requires_grad_(parameter in trained_parameters)
 
 
 class Beneath(NamedTuple):
@@ -196,10 +196,10 @@ class Adapter:
         """
         from safetensors.torch import load_file
 
-        trained = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in tensors}
-        if lost := sorted(set(self._names.values()) - trained.keys()):
+        trained_tensors = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in tensors}
+        if lost := sorted(set(self._names.values()) - trained_tensors.keys()):
             raise TrainingError(f"the adapter cannot be saved: without {', '.join(lost[:5])}")
-        weights = {key: trained[name].contiguous() for key, name in self._names.items()}
+        weights = {key: trained_tensors[name].contiguous() for key, name in self._names.items()}
         if adds_nothing(weights, self._unchanged):
             parts = " and ".join(part.strip(".") for part in self._unchanged)
             raise TrainingError(f"the adapter adds nothing to the model: all of its {parts} are as they began")
@@ -218,8 +218,8 @@ class Adapter:
             tokenizer.save_pretrained(temporary)
             if generation_config is not None:
                 generation_config.save_pretrained(temporary)
-            written = load_file(temporary / WEIGHTS)
-            if written.keys() != weights.keys() or not all(torch.equal(written[key], weights[key]) for key in weights):
+            content = load_file(temporary / WEIGHTS)
+            if content.keys() != weights.keys() or not all(torch.equal(content[key], weights[key]) for key in weights):
                 raise TrainingError(f"the adapter in {directory} reads back differently from what was written")
 
     def _merge_with_lower(self, weights: dict[str, torch.Tensor]) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -276,28 +276,31 @@ class Adapter:
         Raises:
             TrainingError: the logits differ.
         """
-        replaced = {
+        replacements = {
             key: parameter
             for key, parameter in _index_by_key(model, _TRAINED).items()
             if ".modules_to_save." in self._names[key]
         }
-        if not all_parameters and (getattr(self._config, "use_dora", False) or replaced):
+        if not all_parameters and (getattr(self._config, "use_dora", False) or replacements):
             return
         with _record_dtypes(model) as dtypes:
-            expected = model(input_ids=input_ids, use_cache=False).logits.float()
+            expected_logits = model(input_ids=input_ids, use_cache=False).logits.float()
         dtype = next(iter(dtypes))
         with _remove_read_back(model):
             _inject(model, self._build_config_for_reading(directory), _READ_BACK)
-            parameters, saved = _index_by_key(model, _READ_BACK) | replaced, SavedAdapter.open(str(directory)).weights()
-            if parameters.keys() != saved.keys():
-                different = ", ".join(sorted(parameters.keys() ^ saved.keys())[:5])
+            parameters, weights = (
+                _index_by_key(model, _READ_BACK) | replacements,
+                SavedAdapter.open(str(directory)).weights(),
+            )
+            if parameters.keys() != weights.keys():
+                different = ", ".join(sorted(parameters.keys() ^ weights.keys())[:5])
                 raise TrainingError(f"the adapter in {directory} does not match its settings: {different}")
             for key, parameter in parameters.items():
-                parameter.data = saved[key].to(parameter.device, dtype)
+                parameter.data = weights[key].to(parameter.device, dtype)
             _activate_adapters(model, (_READ_BACK,))
             model.eval()  # new dropout modules are in training mode
             logits = model(input_ids=input_ids, use_cache=False).logits.float()
-        difference = compute_logit_difference(logits, expected, mixture=has_experts(model))
+        difference = compute_logit_difference(logits, expected_logits, mixture=has_experts(model))
         if not difference <= _SAME.get(dtype, _SAME_TOGETHER if self._beneath else _SAME_ROUNDED):
             raise TrainingError(
                 f"the adapter in {directory} with its base is not the trained model: logits differ by {difference:.2g} "
@@ -378,9 +381,11 @@ def _record_dtypes(model: nn.Module) -> Iterator[set[torch.dtype]]:
     def look(_module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
         dtypes.add(output.dtype)
 
-    adapted = [layer for _, layer in iterate_adapted_layers(model) if _has(layer, _TRAINED)]
+    trained_layers = [layer for _, layer in iterate_adapted_layers(model) if _has(layer, _TRAINED)]
     # Of embeddings the matrices are no modules, and those of experts are added to the weights.
-    layers = [layer if look_up_parameter_name(layer) != "weight" else _find_first_module(layer) for layer in adapted]
+    layers = [
+        layer if look_up_parameter_name(layer) != "weight" else _find_first_module(layer) for layer in trained_layers
+    ]
     hooks = [layer.register_forward_hook(look) for layer in layers]
     try:
         yield dtypes
@@ -401,9 +406,9 @@ def _remove_read_back(model: PreTrainedModel) -> Iterator[None]:
             if _has(layer, _READ_BACK):
                 layer.delete_adapter(_READ_BACK)
         model.peft_config.pop(_READ_BACK, None)
-        for parameter, (data, required) in before.items():
+        for parameter, (data, requires_grad) in before.items():
             parameter.data = data
-            parameter.requires_grad_(required)
+            parameter.requires_grad_(requires_grad)
 
 
 def _fill(model: PreTrainedModel, name: str, saved: SavedAdapter, base: BaseModel) -> None:
@@ -416,11 +421,13 @@ def _fill(model: PreTrainedModel, name: str, saved: SavedAdapter, base: BaseMode
 
 def check_fits(model: PreTrainedModel, section: ModelSection, seed: int) -> None:
     """Raise RequestError if the adapter that ``section`` starts from does not fit ``model``, which needs no weights."""
-    saved = start_from(section.adapter)
-    if saved is not None:
+    parent = start_from(section.adapter)
+    if parent is not None:
         with torch.device("meta"):
-            _inject(model, load_saved_config(saved), _READ_BACK)
-        _check_shapes(_index_by_key(model, _READ_BACK), saved.read_shapes(), saved, identify_base_model(section, seed))
+            _inject(model, load_saved_config(parent), _READ_BACK)
+        _check_shapes(
+            _index_by_key(model, _READ_BACK), parent.read_shapes(), parent, identify_base_model(section, seed)
+        )
 
 
 def _check_shapes(
@@ -430,10 +437,10 @@ def _check_shapes(
     wrong = sorted(parameters.keys() ^ shapes.keys())
     wrong += sorted(key for key in parameters.keys() & shapes.keys() if tuple(parameters[key].shape) != shapes[key])
     if wrong:
-        shown = ", ".join(key.removeprefix(PREFIX) for key in wrong[:3])
+        names = ", ".join(key.removeprefix(PREFIX) for key in wrong[:3])
         of = saved.config.get("base_model_name_or_path")
         raise RequestError(
-            f"{START_FROM}: {saved.directory}, an adapter of {of}, does not fit model.name {base.name} ({shown}); set "
+            f"{START_FROM}: {saved.directory}, an adapter of {of}, does not fit model.name {base.name} ({names}); set "
             "model.name to the model it was trained on"
         )
 

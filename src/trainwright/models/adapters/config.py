@@ -37,19 +37,19 @@ def build_peft_config(adapter: AdapterSection, model: PreTrainedModel, base: Bas
     """
     # PEFT imports bitsandbytes, which logs that it found no kernels on the Hub; none are requested.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    saved = start_from(adapter)
+    parent = start_from(adapter)
     if adapter.quantize_experts:
         _check_quantized_experts(adapter, model)
-    if saved is not None:
-        saved.check_base(base)
-        _check_embeddings(saved, model)
-        _check_patterns(saved, [name for name, _ in model.named_modules()])
-    if saved is None or adapter.stack:
-        if saved is not None:
-            _refuse_beneath(saved)
+    if parent is not None:
+        parent.check_base(base)
+        _check_embeddings(parent, model)
+        _check_patterns(parent, [name for name, _ in model.named_modules()])
+    if parent is None or adapter.stack:
+        if parent is not None:
+            _refuse_beneath(parent)
         return _build_new_config(adapter, model, base)
-    saved.check_settings(adapter)
-    config = load_saved_config(saved)
+    parent.check_settings(adapter)
+    config = load_saved_config(parent)
     config.base_model_name_or_path, config.revision = base.repository
     if "dropout" in adapter.spec.reads:
         config.lora_dropout = adapter.dropout
@@ -61,12 +61,12 @@ def build_peft_config(adapter: AdapterSection, model: PreTrainedModel, base: Bas
         if targets != matches:
             kinds = ", ".join(sorted(_list_kinds(list(matches))))
             raise RequestError(
-                f"model.adapter.targets: {adapter.targets}, but {saved.directory} has {kinds}, which cannot change; "
+                f"model.adapter.targets: {adapter.targets}, but {parent.directory} has {kinds}, which cannot change; "
                 "remove the key, or set model.adapter.stack to true to train a new adapter on top of it"
             )
     if not find_matched_modules(config, list_adaptable_names(model)) and not getattr(config, "target_parameters", None):
         raise RequestError(
-            f"{START_FROM}: {saved.directory} has modules ({config.target_modules}) that are not in {base.name}; "
+            f"{START_FROM}: {parent.directory} has modules ({config.target_modules}) that are not in {base.name}; "
             f"available are {', '.join(_list_kinds(list_linear_names(model)))}"
         )
     return config
@@ -75,7 +75,7 @@ def build_peft_config(adapter: AdapterSection, model: PreTrainedModel, base: Bas
 def _check_embeddings(saved: SavedAdapter, model: PreTrainedModel) -> None:
     """Raise RequestError for an adapter whose file has an embedding or a head that does not fit the model."""
     shapes, saved_modules = saved.read_shapes(), list(saved.config.get("modules_to_save") or [])
-    for part, what in ((model.get_input_embeddings(), "embedding"), (model.get_output_embeddings(), "output head")):
+    for part, kind in ((model.get_input_embeddings(), "embedding"), (model.get_output_embeddings(), "output head")):
         name = next((name for name, module in model.named_modules() if module is part), None)
         shape = shapes.get(f"base_model.model.{name}.weight")
         if name is None or shape is None:
@@ -84,13 +84,13 @@ def _check_embeddings(saved: SavedAdapter, model: PreTrainedModel) -> None:
         merge = "merge it into that model with PEFT (merge_and_unload), and train the result"
         if shape[0] != ours:
             raise RequestError(
-                f"{START_FROM}: {saved.directory} has an {what} of its own for {shape[0]:,} tokens, and model.name has "
+                f"{START_FROM}: {saved.directory} has an {kind} of its own for {shape[0]:,} tokens, and model.name has "
                 f"{ours:,}: the vocabulary was resized when it was trained, which is not supported for adapters. "
                 f"Resize the model's embeddings likewise (resize_token_embeddings), {merge}"
             )
         if not has_ending(name, saved_modules) and not saved.config.get("ensure_weight_tying"):
             raise RequestError(
-                f"{START_FROM}: {saved.directory} has an {what} of its own ({name}), which its modules_to_save do not "
+                f"{START_FROM}: {saved.directory} has an {kind} of its own ({name}), which its modules_to_save do not "
                 f"name, so it would replace the base's; {merge}"
             )
 
@@ -256,10 +256,10 @@ def _check_quantized_experts(adapter: AdapterSection, model: PreTrainedModel) ->
         raise RequestError(
             f"model.adapter.quantize_experts: {kind} has no frozen weights of experts in one parameter; remove it"
         )
-    own = [name for name in names if not hasattr(model.get_submodule(name.rpartition(".")[0]), "has_gate")]
-    if own:
+    unknown = [name for name in names if not hasattr(model.get_submodule(name.rpartition(".")[0]), "has_gate")]
+    if unknown:
         raise RequestError(
-            f"model.adapter.quantize_experts: {kind} computes {_drop_numbers(own)[0]} by code of its own, which "
+            f"model.adapter.quantize_experts: {kind} computes {_drop_numbers(unknown)[0]} by code of its own, which "
             "reads whole weights; remove it"
         )
 
@@ -268,24 +268,24 @@ def describe_experts_left_out(adapter: AdapterSection, model: PreTrainedModel) -
     """Return a message about experts that ``all-linear`` does not adapt, or None if there are none."""
     if adapter.type == "none" or adapter.start_from is not None or isinstance(adapter.targets, list):
         return None
-    chosen = {*adapter.modules_to_save, *adapter.target_parameters}
+    suffixes = {*adapter.modules_to_save, *adapter.target_parameters}
     names = _drop_numbers(
-        [name for name in list_expert_parameters(model) if not has_ending(name, [*chosen], inside=True)]
+        [name for name in list_expert_parameters(model) if not has_ending(name, [*suffixes], inside=True)]
     )
-    taken = _drop_numbers(_find_taken_names(model, list_linear_names(model)))
-    if not names and not taken:
+    taken_names = _drop_numbers(_find_taken_names(model, list_linear_names(model)))
+    if not names and not taken_names:
         return None
     texts = []
     keep = adapter.quantization == "none" or adapter.quantize_experts
-    unquantized = "" if keep else "; to quantize them, too, set model.adapter.quantize_experts to true"
+    hint = "" if keep else "; to quantize them, too, set model.adapter.quantize_experts to true"
     if names:
         texts.append(
             f"the experts ({', '.join(names)}): each is a parameter with the weights of all experts, not a linear "
             f"module; to adapt them, set model.adapter.target_parameters to [{', '.join(names)}], or to train them in "
-            f"full, model.adapter.modules_to_save to [{names[0].split('.')[-2]}]{unquantized}"
+            f"full, model.adapter.modules_to_save to [{names[0].split('.')[-2]}]{hint}"
         )
-    if taken:
-        texts.append(f"{', '.join(taken)}, whose names are those of experts for PEFT")
+    if taken_names:
+        texts.append(f"{', '.join(taken_names)}, whose names are those of experts for PEFT")
     return f"model.adapter.targets: all-linear does not adapt {'; nor '.join(texts)}"
 
 
@@ -303,16 +303,16 @@ def _find_taken_names(model: PreTrainedModel, names: list[str]) -> list[str]:
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-    taken = []
+    taken_kinds = []
     for kind in _list_kinds(names):
         config = LoraConfig(target_modules=[kind])
         try:
             convert_peft_config_for_transformers(config, model, None)
         except ValueError:  # it is fused with another one
-            taken.append(kind)
+            taken_kinds.append(kind)
         else:
-            taken += [] if kind in (config.target_modules or ()) else [kind]
-    return [name for name in names if has_ending(name, taken)]
+            taken_kinds += [] if kind in (config.target_modules or ()) else [kind]
+    return [name for name in names if has_ending(name, taken_kinds)]
 
 
 def check_added_tokens(section: ModelSection, model: PreTrainedModel) -> None:
@@ -322,9 +322,12 @@ def check_added_tokens(section: ModelSection, model: PreTrainedModel) -> None:
         return
     ends = [part for part in (model.get_input_embeddings(), model.get_output_embeddings()) if part is not None]
     names = [name for name, module in model.named_modules() if any(module is end for end in ends)]
-    trained = [*(name for name in names if has_ending(name, adapter.modules_to_save)), *_list_targets(adapter, model)]
+    trained_names = [
+        *(name for name in names if has_ending(name, adapter.modules_to_save)),
+        *_list_targets(adapter, model),
+    ]
     tied = len(ends) == 2 and ends[0].weight is ends[1].weight
-    missing = [name for name in names if name not in trained]
+    missing = [name for name in names if name not in trained_names]
     if missing and not (tied and len(missing) < len(names)):
         kinds = ", ".join(_list_kinds(names[:1] if tied else names))
         raise RequestError(
@@ -335,9 +338,9 @@ def check_added_tokens(section: ModelSection, model: PreTrainedModel) -> None:
 
 def _list_targets(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
     """Return the full names of the recipe's target modules."""
-    chosen = _choose_modules(adapter, model)
-    inside = _select_in_layers(adapter, model, chosen)
-    if chosen and not inside:
+    target_names = _choose_modules(adapter, model)
+    inside = _select_in_layers(adapter, model, target_names)
+    if target_names and not inside:
         raise RequestError("model.adapter.layers: no module of model.adapter.targets is in these blocks")
     return inside
 
@@ -354,9 +357,9 @@ def _list_target_parameters(adapter: AdapterSection, model: PreTrainedModel) -> 
             )
     if adapter.layers is None:
         return list(adapter.target_parameters)
-    chosen = [name for name in every if has_ending(name, adapter.target_parameters)]
-    inside = _select_in_layers(adapter, model, chosen)
-    if chosen and not inside:
+    target_names = [name for name in every if has_ending(name, adapter.target_parameters)]
+    inside = _select_in_layers(adapter, model, target_names)
+    if target_names and not inside:
         raise RequestError("model.adapter.layers: no weight of model.adapter.target_parameters is in these blocks")
     return inside
 
@@ -377,9 +380,9 @@ def _select_in_layers(adapter: AdapterSection, model: PreTrainedModel, names: li
 
 def _choose_modules(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
     linear = [name for name in list_linear_names(model) if not has_ending(name, adapter.modules_to_save, inside=True)]
-    taken = _find_taken_names(model, linear)
+    taken_names = _find_taken_names(model, linear)
     if adapter.targets is None or adapter.targets == "all-linear":
-        return [name for name in linear if name not in taken]
+        return [name for name in linear if name not in taken_names]
     every = [name for name in list_adaptable_names(model) if not has_ending(name, adapter.modules_to_save, inside=True)]
     if isinstance(adapter.targets, str):
         names = [name for name in every if re.fullmatch(adapter.targets, name)]
@@ -398,9 +401,9 @@ def _choose_modules(adapter: AdapterSection, model: PreTrainedModel) -> list[str
                     f"from {', '.join(_list_kinds(every))}"
                 )
         names = [name for name in every if has_ending(name, adapter.targets)]
-    if refused := [name for name in names if name in taken]:
+    if targets := [name for name in names if name in taken_names]:
         raise RequestError(
-            f"model.adapter.targets: PEFT takes the name of {refused[0]} for that of an expert's, and would adapt the "
+            f"model.adapter.targets: PEFT takes the name of {targets[0]} for that of an expert's, and would adapt the "
             "experts in its place; leave it out, or adapt the experts with model.adapter.target_parameters"
         )
     if ends := [name for name in names if name not in linear]:
@@ -412,7 +415,7 @@ def _check_ends(adapter: AdapterSection, model: PreTrainedModel, ends: Sequence[
     """Raise RequestError if the embeddings or the head, ``ends``, cannot be adapted."""
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     name, fix = ends[0], "to train it in full, add it to model.adapter.modules_to_save"
-    adapted = [model.get_submodule(end) for end in ends]
+    modules = [model.get_submodule(end) for end in ends]
     if embeddings.weight is head.weight:
         raise RequestError(
             f"model.adapter.targets: {name} has the weight of both embeddings and output head, which a merged model "
@@ -422,7 +425,7 @@ def _check_ends(adapter: AdapterSection, model: PreTrainedModel, ends: Sequence[
         why = "an adapter on top of another" if adapter.spec.of_ends else adapter.type
         why = f"the initialization {adapter.initialization}" if adapter.decomposes else why
         raise RequestError(f"model.adapter.targets: {name} cannot have {why}; {fix}")
-    if adapter.dropout and any(module is head for module in adapted):
+    if adapter.dropout and any(module is head for module in modules):
         raise RequestError(
             f"model.adapter.targets: {name} is the output head, which the loss computes without the dropout of "
             "model.adapter.dropout; set that to 0, or remove the head"
@@ -433,20 +436,18 @@ def _list_modules_to_save(adapter: AdapterSection, model: PreTrainedModel) -> tu
     """Return names of modules that are trained in full, and whether they include tied embeddings and head."""
     by_name = {name: module for name, module in model.named_modules() if name and list(module.parameters())}
     lists = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
-    for requested in adapter.modules_to_save:
-        matched = [name for name in by_name if has_ending(name, [requested])]
-        if not matched or any(isinstance(by_name[name], lists) for name in matched):
-            there = _list_kinds([name for name, module in by_name.items() if list(module.parameters(recurse=False))])
-            problem = "is a list of modules" if matched else f"matches no module of {type(model).__name__}"
-            raise RequestError(f"model.adapter.modules_to_save: {requested} {problem}; choose from {', '.join(there)}")
+    for suffix in adapter.modules_to_save:
+        matches = [name for name in by_name if has_ending(name, [suffix])]
+        if not matches or any(isinstance(by_name[name], lists) for name in matches):
+            kinds = _list_kinds([name for name, module in by_name.items() if list(module.parameters(recurse=False))])
+            problem = "is a list of modules" if matches else f"matches no module of {type(model).__name__}"
+            raise RequestError(f"model.adapter.modules_to_save: {suffix} {problem}; choose from {', '.join(kinds)}")
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     both = [name for name, module in by_name.items() if module is embeddings or module is head]
     tied = embeddings.weight is head.weight and any(has_ending(name, adapter.modules_to_save) for name in both)
     if not tied:
         return list(adapter.modules_to_save), False
-    rest = [
-        requested for requested in adapter.modules_to_save if not any(has_ending(name, [requested]) for name in both)
-    ]
+    rest = [suffix for suffix in adapter.modules_to_save if not any(has_ending(name, [suffix]) for name in both)]
     return [*rest, next(name for name in both if by_name[name] is head)], True
 
 

@@ -122,8 +122,8 @@ def start_from(adapter: AdapterSection) -> SavedAdapter | None:
 
 def list_fully_trained(adapter: AdapterSection) -> list[str]:
     """Return the name suffixes of modules that are trained in full, from the recipe or the adapter it continues."""
-    saved = None if adapter.stack else start_from(adapter)
-    return adapter.modules_to_save if saved is None else list(saved.config.get("modules_to_save") or [])
+    parent = None if adapter.stack else start_from(adapter)
+    return adapter.modules_to_save if parent is None else list(parent.config.get("modules_to_save") or [])
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ class SavedAdapter:
                 f"{START_FROM}: {start} has no {CONFIG} ({content}); set it to the directory of a PEFT adapter"
             )
         if not (directory / WEIGHTS).is_file():
-            pickled = " (pickled weights can run any code; save them again with save_pretrained)"
-            hint = pickled if (directory / "adapter_model.bin").exists() else ""
+            pickle_hint = " (pickled weights can run any code; save them again with save_pretrained)"
+            hint = pickle_hint if (directory / "adapter_model.bin").exists() else ""
             raise RequestError(f"{START_FROM}: {directory} has no {WEIGHTS}{hint}")
         return cls(directory, _read_config(directory / CONFIG))
 
@@ -223,7 +223,7 @@ class SavedAdapter:
         config = self.config
         rank = "the ranks of its rank_pattern" if config.get("rank_pattern") else config.get("r")
         alpha = "the alphas of its alpha_pattern" if config.get("alpha_pattern") else config.get("lora_alpha")
-        compared = {
+        settings = {
             "type": (section.type, self.type),
             "rank": (section.rank, rank),
             "alpha": (section.alpha, alpha),
@@ -231,11 +231,11 @@ class SavedAdapter:
             "rank_stabilized": (section.rank_stabilized or None, bool(config.get("use_rslora"))),
             "modules_to_save": (sorted(section.modules_to_save) or None, sorted(config.get("modules_to_save") or [])),
         }
-        for key, (given, saved) in compared.items():
-            if given is not None and given != saved:
+        for key, (ours, theirs) in settings.items():
+            if ours is not None and ours != theirs:
                 raise RequestError(
-                    f"model.adapter.{key}: {given}, but {self.directory} has {saved}, which cannot change; remove the "
-                    f"key{f' or set it to {saved}' * (key == 'type')}, or set model.adapter.stack to true to train a "
+                    f"model.adapter.{key}: {ours}, but {self.directory} has {theirs}, which cannot change; remove the "
+                    f"key{f' or set it to {theirs}' * (key == 'type')}, or set model.adapter.stack to true to train a "
                     "new adapter on top of it"
                 )
 
@@ -257,17 +257,17 @@ def _read_config(file: Path) -> Mapping[str, Any]:
         raise RequestError(f"{START_FROM}: {error}") from None
     if not isinstance(config, dict):
         raise RequestError(f"{START_FROM}: {file}: not an adapter's configuration, which is a JSON object")
-    for key, supported in _PLAIN.items():
-        if key in config and config[key] not in supported:
+    for key, supported_values in _PLAIN.items():
+        if key in config and config[key] not in supported_values:
             raise RequestError(f"{START_FROM}: {file} has {key} {json.dumps(config[key])}, which is not supported")
     try:
         is_lora = config.get("peft_type", "LORA") == "LORA"
         _Settings.model_validate({key: value for key, value in config.items() if is_lora or key not in _OF_LORA})
     except ValidationError as error:
         key = str(error.errors(include_url=False)[0]["loc"][0])
-        expected, shown = _Settings.model_fields[key].description, json.dumps(config[key])[:60]
+        description, value_text = _Settings.model_fields[key].description, json.dumps(config[key])[:60]
         raise RequestError(
-            f"{START_FROM}: {file}: {key} should be {expected}, not {shown}; download the adapter again"
+            f"{START_FROM}: {file}: {key} should be {description}, not {value_text}; download the adapter again"
         ) from None
     return config
 
@@ -396,11 +396,11 @@ def _identify_stored_weights(model: ModelSection, seed: int) -> BaseModel:
     path = expand_user_path(str(model.name))
     name = str(path.resolve()) if path.exists() else str(model.name)
     fingerprint = _fingerprint(source.directory)
-    added = model.added_tokens.model_dump() if model.added_tokens.names else None
+    added_tokens = model.added_tokens.model_dump() if model.added_tokens.names else None
     if source.gguf is None:
-        own = name if added is None else str(source.directory)
+        base_path = name if added_tokens is None else str(source.directory)
         precision = _read_stored_precision(source.directory)
-        return BaseModel(name, fingerprint, own, precision, overrides=model.overrides, added_tokens=added)
+        return BaseModel(name, fingerprint, base_path, precision, overrides=model.overrides, added_tokens=added_tokens)
     facts = WEIGHT_FORMATS.get("gguf").facts(source.gguf)
     return BaseModel(
         name,
@@ -412,7 +412,7 @@ def _identify_stored_weights(model: ModelSection, seed: int) -> BaseModel:
         gguf_file=model.gguf_file,
         package=source.package,
         overrides=model.overrides,
-        added_tokens=added,
+        added_tokens=added_tokens,
     )
 
 

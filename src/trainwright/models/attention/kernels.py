@@ -307,25 +307,25 @@ class Chosen:
 
     def words(self) -> str:
         """Return the kernel and the reasons against the faster ones in one line."""
-        others = "; ".join(f"{title}: {why}" for title, why in self.refused)
-        return self.kernel.title + (f" ({others})" if others else "")
+        reasons = "; ".join(f"{title}: {why}" for title, why in self.refused)
+        return self.kernel.title + (f" ({reasons})" if reasons else "")
 
     def line(self, needs: AttentionNeeds, platform: Platform) -> str:
         """Return the kernel in words, for which rows it is, and whether repeated runs are bit-identical."""
         rows = "" if needs.packed else ", over padded rows"
         longer = ", for sequences longer than the window" if needs.window and needs.packed else ""
-        ordered = platform.vendor == "CPU" or self.kernel.always_deterministic or needs.deterministic
-        return self.words() + rows + longer + ("" if ordered else f"; {_UNORDERED}")
+        deterministic = platform.vendor == "CPU" or self.kernel.always_deterministic or needs.deterministic
+        return self.words() + rows + longer + ("" if deterministic else f"; {_UNORDERED}")
 
 
 @cache
 def list_kernels() -> tuple[AttentionKernel, ...]:
     """Return the registered kernels: for each kind of rows and device, the fastest first."""
-    ordered: list[AttentionKernel] = []
+    ordered_kernels: list[AttentionKernel] = []
     for kernel in map(ATTENTION_KERNELS.get, ATTENTION_KERNELS.names()):
-        names = [other.name for other in ordered]
-        ordered.insert(names.index(kernel.before) if kernel.before in names else len(names), kernel)
-    return tuple(ordered)
+        names = [ordered_kernel.name for ordered_kernel in ordered_kernels]
+        ordered_kernels.insert(names.index(kernel.before) if kernel.before in names else len(names), kernel)
+    return tuple(ordered_kernels)
 
 
 def select_kernels(attention: str) -> tuple[AttentionKernel, ...]:
@@ -344,16 +344,16 @@ def choose(needs: AttentionNeeds, platform: Platform) -> Chosen:
         RequestError: none of the kernels of ``model.attention`` can.
         ValueError: there is none: biases within the sequences of a pack.
     """
-    refused: list[tuple[str, str]] = []
-    requested = select_kernels(platform.attention)
-    for kernel in dict.fromkeys((*list_kernels(), *requested)):
+    refusals: list[tuple[str, str]] = []
+    requested_kernels = select_kernels(platform.attention)
+    for kernel in dict.fromkeys((*list_kernels(), *requested_kernels)):
         why = _find_reason_against(kernel, needs, platform)
-        if kernel not in requested:
+        if kernel not in requested_kernels:
             why = f"model.attention is {platform.attention}"
         if why is None:
-            return Chosen(kernel, tuple(refused))
+            return Chosen(kernel, tuple(refusals))
         if kernel.packed == needs.packed and platform.vendor in kernel.vendors:
-            refused.append((kernel.title, why))
+            refusals.append((kernel.title, why))
     if platform.attention != "auto":
         raise RequestError(_explain_impossible(needs, platform))
     raise ValueError(f"no attention kernel can compute {needs} on {platform}")
@@ -361,13 +361,15 @@ def choose(needs: AttentionNeeds, platform: Platform) -> Chosen:
 
 def _explain_impossible(needs: AttentionNeeds, platform: Platform) -> str:
     """Return why no kernel of ``model.attention`` computes ``needs``, and the values that do."""
-    requested = select_kernels(platform.attention)
-    against = {kernel.name: _find_reason_against(kernel, needs, platform) for kernel in (*list_kernels(), *requested)}
+    requested_kernels = select_kernels(platform.attention)
+    against = {
+        kernel.name: _find_reason_against(kernel, needs, platform) for kernel in (*list_kernels(), *requested_kernels)
+    }
     groups = {**_GROUPS, "flex": {"flex"}}
     possible = [word for word, names in groups.items() if any(against[name] is None for name in names)]
     return (
         f"model.attention: {platform.attention} is not possible here: "
-        f"{'; '.join(f'{kernel.title} {against[kernel.name]}' for kernel in requested)}; set it to "
+        f"{'; '.join(f'{kernel.title} {against[kernel.name]}' for kernel in requested_kernels)}; set it to "
         f"{' or '.join(['auto', *possible])}"
     )
 
@@ -385,8 +387,8 @@ def describe_kernels(layers: Iterable[AttentionNeeds], platform: Platform) -> li
     """Return a line for each kernel that computes one of ``layers`` on ``platform``, with the reasons."""
     lines: dict[str, str] = {}
     for needs in layers:
-        chosen = choose(needs, platform)
-        lines.setdefault(chosen.kernel.name, chosen.line(needs, platform))
+        choice = choose(needs, platform)
+        lines.setdefault(choice.kernel.name, choice.line(needs, platform))
     return list(lines.values())
 
 
@@ -396,16 +398,16 @@ def _iterate_reasons_against(kernel: AttentionKernel, needs: AttentionNeeds, pla
     for feature, words in _WORDS.items():
         if getattr(needs, feature) and feature not in kernel.features:
             yield f"has no {words}"
-    for one, other in kernel.apart:
-        if getattr(needs, one) and getattr(needs, other):
-            yield f"has no {_WORDS[one]} together with {_WORDS[other]}"
+    for first_feature, second_feature in kernel.apart:
+        if getattr(needs, first_feature) and getattr(needs, second_feature):
+            yield f"has no {_WORDS[first_feature]} together with {_WORDS[second_feature]}"
     yield from _iterate_size_reasons(kernel, needs, platform)
     if (missing := dict(platform.missing).get(kernel.name)) is not None:
         yield missing
 
 
 def _iterate_device_reasons(kernel: AttentionKernel, needs: AttentionNeeds, platform: Platform) -> Iterator[str]:
-    own = f"this GPU has {_format_capability(platform.capability)}"
+    gpu_capability = f"this GPU has {_format_capability(platform.capability)}"
     if platform.vendor == "NVIDIA" and not kernel.min_capability <= platform.capability <= (
         kernel.max_capability or platform.capability
     ):
@@ -413,11 +415,11 @@ def _iterate_device_reasons(kernel: AttentionKernel, needs: AttentionNeeds, plat
         upwards = (
             " or higher" if last is None else "" if last == kernel.min_capability else f" to {_format_capability(last)}"
         )
-        yield f"needs compute capability {_format_capability(kernel.min_capability)}{upwards}, {own}"
+        yield f"needs compute capability {_format_capability(kernel.min_capability)}{upwards}, {gpu_capability}"
     if needs.dtype not in kernel.dtypes:
         yield f"does not compute in {needs.dtype}"
     if needs.dtype == "bf16" and platform.vendor == "NVIDIA" and platform.capability < kernel.least_bf16:
-        yield f"needs compute capability {_format_capability(kernel.least_bf16)} or higher for bf16, {own}"
+        yield f"needs compute capability {_format_capability(kernel.least_bf16)} or higher for bf16, {gpu_capability}"
 
 
 def _iterate_size_reasons(kernel: AttentionKernel, needs: AttentionNeeds, platform: Platform) -> Iterator[str]:
@@ -429,8 +431,8 @@ def _iterate_size_reasons(kernel: AttentionKernel, needs: AttentionNeeds, platfo
     if needs.deterministic and kernel.largest_deterministic is not None and width > kernel.largest_deterministic:
         yield f"is deterministic for heads of at most {kernel.largest_deterministic} channels, these have {width}"
     for gap in kernel.gaps if platform.vendor == "NVIDIA" else ():
-        here = gap.capabilities[0] <= platform.capability <= gap.capabilities[1]
-        if here and gap.sizes[0] <= width <= gap.sizes[1] and (needs.dropout or not gap.dropout):
+        applies = gap.capabilities[0] <= platform.capability <= gap.capabilities[1]
+        if applies and gap.sizes[0] <= width <= gap.sizes[1] and (needs.dropout or not gap.dropout):
             how = " with dropout" if gap.dropout else ""
             yield (
                 f"cannot train heads of {width} channels{how} on compute capability "
@@ -478,8 +480,8 @@ def _explain_missing_flash_attn() -> str | None:
     if spec is None or spec.origin is None:  # flash-attn-4 alone fills the folder of that name
         return _ABSENT
     try:
-        installed = version("flash_attn")
+        installed_version = version("flash_attn")
     except PackageNotFoundError:
         return "has no version"
-    numbers = tuple(int(part) for part in re.findall(r"\d+", installed)[:2])
-    return None if numbers >= _SOFT_CAPS else f"{installed} is older than {'.'.join(map(str, _SOFT_CAPS))}"
+    numbers = tuple(int(part) for part in re.findall(r"\d+", installed_version)[:2])
+    return None if numbers >= _SOFT_CAPS else f"{installed_version} is older than {'.'.join(map(str, _SOFT_CAPS))}"

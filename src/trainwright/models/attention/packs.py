@@ -101,8 +101,8 @@ def packed_attention(
     """
     call, sequences = call_of(module, query, key, value, arguments)
     kernel, compute = _functions[_choose_kernel_name(call, attention)]
-    padded = call.padded(*kernel.widths(query.shape[-1], value.shape[-1]))
-    return call.cut(compute(padded, sequences)), None
+    padded_call = call.padded(*kernel.widths(query.shape[-1], value.shape[-1]))
+    return call.cut(compute(padded_call, sequences)), None
 
 
 def call_of(

@@ -53,13 +53,13 @@ def attend_each_sequence(call: Call, sequences: Sequences | None) -> torch.Tenso
     outputs = []
     for begin, end in itertools.pairwise(edges):
         q, k, v = query[:, :, begin:end], key[:, :, begin:end], value[:, :, begin:end]
-        allowed = _build_causal_mask(end - begin, call.window, query.device)
+        mask = _build_causal_mask(end - begin, call.window, query.device)
         if call.softcap is None and call.sinks is None:
             out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=allowed, dropout_p=call.dropout, is_causal=allowed is None, scale=call.scale
+                q, k, v, attn_mask=mask, dropout_p=call.dropout, is_causal=mask is None, scale=call.scale
             )
         else:
-            out = _attend_by_scores(call, q, k, v, allowed)
+            out = _attend_by_scores(call, q, k, v, mask)
         outputs.append(out)
     return torch.cat(outputs, dim=2).transpose(1, 2)
 

@@ -51,8 +51,8 @@ class Sequences:
             cut = [position for begin, end in itertools.pairwise(self.edges) for position in range(begin, end, size)]
             chunks = torch.tensor([*cut, self.edges[-1]], dtype=torch.int32)
             self._chunked[key] = Sequences(chunks, min(size, self.longest), self.boundaries.device)
-        chunked: Sequences = self._chunked[key]
-        return chunked
+        chunked_sequences: Sequences = self._chunked[key]
+        return chunked_sequences
 
     def block_mask(self, window: int | None) -> BlockMask:
         """Return the allowed pairs of tokens for flex_attention; a token attends to at most ``window`` tokens."""

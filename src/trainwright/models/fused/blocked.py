@@ -46,13 +46,13 @@ def compute_workspace(operator: str, args: Sequence[Any], part: int) -> tuple[in
     else:
         size = part * (inputs.shape[2:].numel() if inputs.dim() > 2 else inputs.shape[-1])
     size *= 12  # three tensors in fp32
-    changes = [each.nbytes for each in ((first, inputs) if backward else (inputs,)) if not _is_viewed(each)]
+    changes = [tensor.nbytes for tensor in ((first, inputs) if backward else (inputs,)) if not _is_viewed(tensor)]
     *_, offset, rounded, of_weight = args
     if not backward or not of_weight:
         return (*changes, size, -size, *(-change for change in changes))
     wide = width if rounded and not offset else 4
-    converted = [] if wide == width else [wide * first.numel()]
-    changes += [wide * first.numel(), size, -size, *converted, wide * first.numel()]
+    converted_bytes = [] if wide == width else [wide * first.numel()]
+    changes += [wide * first.numel(), size, -size, *converted_bytes, wide * first.numel()]
     return (*changes, -sum(changes))
 
 

@@ -54,7 +54,7 @@ def cross_entropy(
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     target = tl.load(targets + row)
-    chosen = _finish_logits(tl.load(logits + target).to(tl.float32), softcap, logit_scale, CAPPED)
+    target_logit = _finish_logits(tl.load(logits + target).to(tl.float32), softcap, logit_scale, CAPPED)
     largest = -float("inf")
     total = 0.0
     mean = 0.0
@@ -72,12 +72,12 @@ def cross_entropy(
         total = total * tl.exp(largest - new) + tl.sum(tl.exp(x - new), 0)
         largest = new
         if not GRADIENT:  # of equal logits the first is the prediction
-            ahead = (x > chosen) | ((x == chosen) & (columns < target))
+            ahead = (x > target_logit) | ((x == target_logit) & (columns < target))
             better += tl.sum(tl.where(ahead & inside, 1, 0), 0)
     log_sum = largest + tl.log(total)
-    loss = log_sum - chosen
+    loss = log_sum - target_logit
     if SMOOTHED:
-        loss = log_sum - (1 - smoothing) * chosen - smoothing * (mean / VOCABULARY)
+        loss = log_sum - (1 - smoothing) * target_logit - smoothing * (mean / VOCABULARY)
     loss += z_loss * log_sum * log_sum
     weight = 1.0
     if WEIGHTED:
@@ -96,8 +96,8 @@ def cross_entropy(
             if SMOOTHED:
                 slope -= smoothing / VOCABULARY
             if CAPPED:
-                bounded = x / softcap
-                slope *= 1 - bounded * bounded
+                ratio = x / softcap
+                slope *= 1 - ratio * ratio
             slope *= logit_scale * weight
             tl.store(logits + columns, slope.to(raw.dtype), mask=inside)
     else:
@@ -207,8 +207,8 @@ def gated(gate, up, out, count, SILU: tl.constexpr, BLOCK: tl.constexpr):
     inside = index < count
     raw = tl.load(gate + index, mask=inside, other=0.0)
     active, _ = _activate(raw.to(tl.float32), SILU)
-    other = tl.load(up + index, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + index, (active.to(raw.dtype).to(tl.float32) * other).to(raw.dtype), mask=inside)
+    up_value = tl.load(up + index, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + index, (active.to(raw.dtype).to(tl.float32) * up_value).to(raw.dtype), mask=inside)
 
 
 @triton.jit
@@ -218,9 +218,9 @@ def gated_backward(gradient, gate, up, of_gate, of_up, count, SILU: tl.constexpr
     inside = index < count
     raw = tl.load(gate + index, mask=inside, other=0.0)
     slope = tl.load(gradient + index, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(up + index, mask=inside, other=0.0).to(tl.float32)
+    up_value = tl.load(up + index, mask=inside, other=0.0).to(tl.float32)
     active, derivative = _activate(raw.to(tl.float32), SILU)
-    tl.store(of_gate + index, (slope * other * derivative).to(raw.dtype), mask=inside)
+    tl.store(of_gate + index, (slope * up_value * derivative).to(raw.dtype), mask=inside)
     tl.store(of_up + index, (slope * active).to(raw.dtype), mask=inside)
 
 
@@ -260,13 +260,13 @@ def _rotate_heads(
     if INVERSE:
         sin_first, sin_second = -sin_second, -sin_first
     tl.store(out + numbers * head_out + channels, (first * cos_first - second * sin_first).to(kind), mask=inside)
-    turned = (second * cos_second + first * sin_second).to(kind)
-    tl.store(out + numbers * head_out + channels + ROTATED // 2, turned, mask=inside)
+    rotated_second = (second * cos_second + first * sin_second).to(kind)
+    tl.store(out + numbers * head_out + channels + ROTATED // 2, rotated_second, mask=inside)
     if SIZE > ROTATED:
         rest = ROTATED + tl.arange(0, REST)[None, :]
         inside = (numbers < heads) & (rest < SIZE)
-        copied = tl.load(inputs + numbers * head_in + rest, mask=inside, other=0.0)
-        tl.store(out + numbers * head_out + rest, copied, mask=inside)
+        rest_values = tl.load(inputs + numbers * head_in + rest, mask=inside, other=0.0)
+        tl.store(out + numbers * head_out + rest, rest_values, mask=inside)
 
 
 @triton.jit

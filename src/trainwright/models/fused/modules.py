@@ -139,8 +139,8 @@ _NO_SUCH_MODULE = (RuntimeError, TypeError, ValueError, AttributeError)
 @torch.enable_grad()
 def _has_same_bits(own: Callable[..., Any], other: Callable[..., Any], *inputs: torch.Tensor) -> bool:
     """Return whether two functions of some tensors have the same results and gradients."""
-    for each in inputs:
-        each.requires_grad_()
+    for tensor in inputs:
+        tensor.requires_grad_()
     try:
         results = [_add_gradients(function(*inputs), inputs) for function in (own, other)]
     except _NO_SUCH_MODULE:
@@ -181,10 +181,10 @@ def _has_addition_before_norm(block: Any) -> bool:
     get all other arguments.
     """
     arguments = {name: object() for name in ("attention_mask", "position_ids", "position_embeddings", "sequences")}
-    passed: dict[str, Any] = {}
+    keywords: dict[str, Any] = {}
 
     def attention(hidden_states: torch.Tensor, **others: Any) -> tuple[torch.Tensor, None]:
-        passed.update(others)
+        keywords.update(others)
         return hidden_states.cos(), None
 
     stand_in, x = block.__new__(block), torch.linspace(-2, 2, 24).view(1, 3, 8)
@@ -196,9 +196,9 @@ def _has_addition_before_norm(block: Any) -> bool:
     except (RuntimeError, TypeError, ValueError, AttributeError):
         return False
     total = x + x.sin().cos()
-    others = {name: value for name, value in passed.items() if value is not None and value is not False}
+    set_keywords = {name: value for name, value in keywords.items() if value is not None and value is not False}
     same = isinstance(out, torch.Tensor) and torch.equal(out, total + total.tanh().exp())
-    return same and others == arguments
+    return same and set_keywords == arguments
 
 
 @cache
@@ -215,10 +215,10 @@ def _build_adding_block(block: Any, eps: float, offset: bool, rounded: bool) -> 
         if args or not fits:
             result: torch.Tensor = block.forward(self, hidden_states, *args, **kwargs)
             return result
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        total, normal, _ = operators.add_rms_norm(attended, hidden_states, weight, eps, offset, rounded)
-        added: torch.Tensor = total + self.mlp(normal)
-        return added
+        attention_output, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        total, normal, _ = operators.add_rms_norm(attention_output, hidden_states, weight, eps, offset, rounded)
+        output: torch.Tensor = total + self.mlp(normal)
+        return output
 
     return type(block.__name__, (block,), {"forward": forward, "__module__": block.__module__})
 
@@ -260,10 +260,10 @@ def _build_gated_forward(silu: bool) -> Callable[..., torch.Tensor]:
 
 def _can_fuse_rotary(module: nn.Module, in_blocks: bool) -> bool:
     """Return whether a module's ``forward`` calls a function of its file that is the kernel's formula."""
-    own: Any = type(module).forward
-    if "forward" in vars(module) or _ROTARY not in getattr(getattr(own, "__code__", None), "co_names", ()):
+    forward: Any = type(module).forward
+    if "forward" in vars(module) or _ROTARY not in getattr(getattr(forward, "__code__", None), "co_names", ()):
         return False
-    return _is_rotary(own.__globals__.get(_ROTARY), in_blocks)
+    return _is_rotary(forward.__globals__.get(_ROTARY), in_blocks)
 
 
 @cache
@@ -272,8 +272,8 @@ def _is_rotary(function: Any, in_blocks: bool) -> bool:
     heads = [torch.randn(1, count, 3, 8, generator=generator) for count in (4, 2)]
     cos, sin = (torch.randn(1, 3, 8, generator=generator) for _ in range(2))
     if in_blocks:
-        numbers = [[each.to(dtype) for each in (*heads, cos, sin)] for dtype in _DTYPES]
-        return all(_rotate_alike(function, *each) for each in numbers)
+        numbers = [[tensors.to(dtype) for tensors in (*heads, cos, sin)] for dtype in _DTYPES]
+        return all(_rotate_alike(function, *tensors) for tensors in numbers)
     try:
         out = function(*heads, cos, sin)
     except _NO_SUCH_MODULE:

@@ -281,9 +281,11 @@ def rotary(
 
     assert query.stride(-1) == key.stride(-1) == 1
     cos, sin = cos.contiguous(), sin.contiguous()
-    size, rotated = query.shape[-1], cos.shape[-1]
+    size, rotated_size = query.shape[-1], cos.shape[-1]
     out, tokens = (_allocate_like(query), _allocate_like(key)), query.shape[2]
-    query_heads, key_heads, half = (_round_up_to_power_of_two(n) for n in (query.shape[1], key.shape[1], rotated // 2))
+    query_heads, key_heads, half = (
+        _round_up_to_power_of_two(n) for n in (query.shape[1], key.shape[1], rotated_size // 2)
+    )
     if query.numel():
         kernels.rotary[(query.shape[0] * tokens,)](
             query,
@@ -301,9 +303,9 @@ def rotary(
             QUERY_HEADS=query_heads,
             KEY_HEADS=key_heads,
             SIZE=size,
-            ROTATED=rotated,
+            ROTATED=rotated_size,
             HALF=half,
-            REST=_round_up_to_power_of_two(max(1, size - rotated)),
+            REST=_round_up_to_power_of_two(max(1, size - rotated_size)),
             INVERSE=inverse,
             num_warps=max(4, _choose_warps(max(query_heads, key_heads) * half)),
         )

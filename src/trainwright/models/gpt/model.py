@@ -94,8 +94,8 @@ class SelfAttention(nn.Module):
             key, value = cache.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.dropout if self.training else 0.0
-        attended, _ = attend(self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **sequences)
-        out: torch.Tensor = self.output(attended.reshape(rows, length, -1))
+        attention_output, _ = attend(self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **sequences)
+        out: torch.Tensor = self.output(attention_output.reshape(rows, length, -1))
         return F.dropout(out, self.dropout, self.training) if self.dropout else out
 
 
@@ -175,11 +175,11 @@ class Decoder(GPTBase):
         if cache is None and use_cache:
             cache = DynamicCache(config=self.config)
         if position_ids is None:
-            seen = 0 if cache is None else cache.get_seq_length()
-            position_ids = torch.arange(seen, seen + hidden.shape[1], device=hidden.device)[None]
-        cached: dict[str, Any] = {CACHE: cache}
+            past_length = 0 if cache is None else cache.get_seq_length()
+            position_ids = torch.arange(past_length, past_length + hidden.shape[1], device=hidden.device)[None]
+        extra: dict[str, Any] = {CACHE: cache}
         mask = create_causal_mask(
-            config=self.config, inputs_embeds=hidden, attention_mask=attention_mask, position_ids=position_ids, **cached
+            config=self.config, inputs_embeds=hidden, attention_mask=attention_mask, position_ids=position_ids, **extra
         )
         rotation = None
         if self.positions is not None:
@@ -190,7 +190,7 @@ class Decoder(GPTBase):
             hidden = F.dropout(hidden, self.config.dropout, self.training)
         for block in self.blocks:
             hidden = block(hidden, rotation, mask, cache, **sequences)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), **cached)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden), **extra)
 
 
 class GPT(GPTBase, GenerationMixin):
@@ -229,8 +229,8 @@ class GPT(GPTBase, GenerationMixin):
         cache = past_key_values if cache is None else cache  # the second name is that before transformers 5.24
         output = self.decoder(input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache)
         logits = self.head(output.last_hidden_state[:, -logits_to_keep:])
-        cached: dict[str, Any] = {CACHE: getattr(output, CACHE)}
-        return CausalLMOutputWithPast(logits=logits, **cached)
+        extra: dict[str, Any] = {CACHE: getattr(output, CACHE)}
+        return CausalLMOutputWithPast(logits=logits, **extra)
 
 
 def eager_attention_forward(
@@ -276,8 +276,8 @@ def _mark_onto_the_stream(linear: nn.Linear) -> nn.Linear:
 
 def _compute_rotation(positions: torch.Tensor, size: int, theta: float, dtype: torch.dtype) -> Rotation:
     """Return cosines and sines of the rotary angles in ``dtype``, computed in fp32; earlier pairs rotate faster."""
-    places = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32)
-    angles = positions[:, None, :, None].float() * theta ** (-places / size)
+    channels = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32)
+    angles = positions[:, None, :, None].float() * theta ** (-channels / size)
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 

@@ -29,16 +29,18 @@ def build_curve_charts(runs: Sequence[RunFigures]) -> list[Specification]:
     """
     names = _choose_distinct_names(runs)
     every = [build_curves(run) for run in runs]
-    places = [{axis: run.positions(axis) for axis in AXES} for run in runs]
+    run_positions = [{axis: run.positions(axis) for axis in AXES} for run in runs]
     charts = []
     for curve in dict.fromkeys(name for curves in every for name in curves):
         rows = []
-        for name, curves, places_of in zip(names, every, places, strict=True):
+        for name, curves, places_of in zip(names, every, run_positions, strict=True):
             rows += _build_rows(curves[curve], name, places_of) if curve in curves else []
-        shown = next(curves[curve] for curves in every if curve in curves)
+        first_curve = next(curves[curve] for curves in every if curve in curves)
         # The shape of a schedule shows on a linear axis; it may end close to 0.
         charts.append(
-            _build_line_chart(shown.title, shown.unit, rows, several=len(runs) > 1, linear=curve == "learning_rate")
+            _build_line_chart(
+                first_curve.title, first_curve.unit, rows, several=len(runs) > 1, linear=curve == "learning_rate"
+            )
         )
     return charts
 
@@ -147,12 +149,12 @@ def read_script() -> str:
         raise RequestError(
             f"a report needs vl-convert-python, which has the script of its charts; {install_command('report')}"
         ) from None
-    cached = find_cache_root() / "scripts" / f"vega-{version('vl-convert-python')}.js"
+    cache_file = find_cache_root() / "scripts" / f"vega-{version('vl-convert-python')}.js"
     try:
-        return cached.read_text(encoding="utf-8")
+        return cache_file.read_text(encoding="utf-8")
     except (OSError, ValueError):
         bundle = str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;"))
-        try_write(cached, bundle)
+        try_write(cache_file, bundle)
         return bundle
 
 

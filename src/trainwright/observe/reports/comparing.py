@@ -85,8 +85,8 @@ def compare(
         >>> found.recipes, [each.last[1] - each.last[0] for each in found.evaluations][:1]
         ({}, [0.0])
     """
-    paths = [Path(each) for run in runs for each in ([run] if isinstance(run, (str, PathLike)) else run)]
-    directories = [directory for each in paths for directory in _list_runs(each)]
+    paths = [Path(path) for run in runs for path in ([run] if isinstance(run, (str, PathLike)) else run)]
+    directories = [directory for path in paths for directory in _list_runs(path)]
     figures = [RunFigures.read(directory) for directory in directories]
     if len(figures) < 2:
         only = f", and {directories[0]} is one" if directories else ""
@@ -182,12 +182,13 @@ def list_notes(runs: Sequence[RunFigures]) -> list[str]:
 def _describe_other_data(first: RunFigures, run: RunFigures, split: str) -> str:
     """Return what makes the data of a split different, as the keys of the recipes that differ; "" if it is the same."""
     held_out = not any(
-        isinstance(to_mapping(each.recipe.get("data")).get("validation"), (str, list, dict)) for each in (first, run)
+        isinstance(to_mapping(figures.recipe.get("data")).get("validation"), (str, list, dict))
+        for figures in (first, run)
     )
     keys = [key for key in find_recipe_differences([first, run]) if _decides_tokens(key, split, held_out=held_out)]
-    one, other = (each.start.get("fingerprints", {}).get(split) for each in (first, run))
-    if one is not None and other is not None:
-        return "" if one == other else ", ".join(keys) or "their rows have changed"
+    left, right = (figures.start.get("fingerprints", {}).get(split) for figures in (first, run))
+    if left is not None and right is not None:
+        return "" if left == right else ", ".join(keys) or "their rows have changed"
     # Recorded by an earlier version, or before the first launch. The key that names other validation data is decisive.
     return ", ".join(key for key in keys if key.startswith("data."))
 
@@ -200,8 +201,8 @@ def _decides_tokens(key: str, split: str, *, held_out: bool) -> bool:
     """
     if key in _NOT_ROWS:
         return False
-    others = () if held_out else (("data.validation",) if split == "train" else ("data.train",))
-    return key.startswith(("data.", *_TOKENIZER)) and not key.startswith(others)
+    other_keys = () if held_out else (("data.validation",) if split == "train" else ("data.train",))
+    return key.startswith(("data.", *_TOKENIZER)) and not key.startswith(other_keys)
 
 
 def is_lower_better(metric: str) -> bool:
@@ -216,8 +217,8 @@ def iterate_summary_rows(runs: Sequence[RunFigures]) -> Iterator[list[str]]:
         last = text.format_metric(float(run.steps[-1]["loss"])) if run.steps else _MISSING
         best = text.format_metric(run.best[1]) if run.best else _MISSING
         speed = f"{text.format_count(run.tokens_per_second)} tokens/s" if run.tokens_per_second else _MISSING
-        trained = text.format_duration(sum(float(event["step_time"]) for event in run.steps))
-        yield [run.name, run.status, f"{run.step:,}", last, best, speed, trained]
+        training_time = text.format_duration(sum(float(event["step_time"]) for event in run.steps))
+        yield [run.name, run.status, f"{run.step:,}", last, best, speed, training_time]
 
 
 SUMMARY_HEAD = ("Run", "Status", "Step", "Loss", "Best validation", "Speed", "Time in steps")
@@ -243,7 +244,7 @@ def build_comparison_page(runs: Sequence[RunFigures]) -> str:
     page.add("".join(f"<p>{to_html(f'{run.name} {run.parent}')}</p>" for run in runs if run.parent))
     page.add("".join(f'<p class="warn">{to_html(note)}</p>' for note in list_notes(runs)))
     page.add(format_section("Curves", CURVE_MENU, page.add_charts(build_curve_charts(runs))))
-    if rows := [format_difference(each) for each in compute_paired_differences(runs)]:
+    if rows := [format_difference(difference) for difference in compute_paired_differences(runs)]:
         note = (
             "<p>At the steps after which both were evaluated, without the untrained model. Lower is better for losses. "
             "The interval is that of the rows (Wilson).</p>"

@@ -84,10 +84,10 @@ class RunFigures:
     @property
     def newer(self) -> str:
         """Return a sentence if a newer version than this one has written the run; "" otherwise."""
-        written = _format_name(self.start.get("versions", {}).get("trainwright"))
-        if _parse_version(written) <= _parse_version(__version__):
+        version = _format_name(self.start.get("versions", {}).get("trainwright"))
+        if _parse_version(version) <= _parse_version(__version__):
             return ""
-        return f"written by trainwright {written}, newer than this one ({__version__}), which may not know all of it"
+        return f"written by trainwright {version}, newer than this one ({__version__}), which may not know all of it"
 
     @property
     def parent(self) -> str:
@@ -325,16 +325,16 @@ def _append_value(curve: PlottedCurve, step: int, value: Any, scale: int = 1) ->
 
 def _reduce_curve(name: str, curve: PlottedCurve, limit: int) -> PlottedCurve:
     indices = _find_extremes(curve.points, limit)
-    smoothed = {}
+    smoothed_curves = {}
     if name not in _SMOOTH and not name.startswith("validation/"):
         size = _compute_part_size(len(curve.points), limit)
         parts = [curve.points[begin : begin + size] for begin in range(0, len(curve.points), size)]
         means = [sum(value for _, value in part) / len(part) for part in parts]
         for weight in SMOOTHING:
             averages = compute_moving_average(means, weight)
-            smoothed[weight] = [averages[index // size] for index in indices]
+            smoothed_curves[weight] = [averages[index // size] for index in indices]
     return PlottedCurve(
-        curve.title, curve.unit, [curve.points[index] for index in indices], sorted(curve.breaks), smoothed
+        curve.title, curve.unit, [curve.points[index] for index in indices], sorted(curve.breaks), smoothed_curves
     )
 
 

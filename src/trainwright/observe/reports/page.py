@@ -69,7 +69,7 @@ def format_table(
     """
     kinds = dict.fromkeys(text, " class=text dir=auto") | dict.fromkeys(numbers, " class=number")
     kinds |= dict.fromkeys(names, " class=name")
-    shown = "".join(
+    heads = "".join(
         f'<th scope="col"{kinds.get(column, "") if column in numbers else ""}>{to_html(name)}</th>'
         for column, name in enumerate(head)
     )
@@ -83,7 +83,7 @@ def format_table(
         for number, row in enumerate(rows)
     )
     return (
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{shown}</tr></thead><tbody>{lines}</tbody></table></div>'
+        f'<div class="scroll" tabindex="0"><table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table></div>'
     )
 
 
@@ -117,11 +117,11 @@ class Page:
 
     def add_charts(self, specifications: Sequence[charts.Specification]) -> str:
         """Return the places of charts, which are drawn when the page is opened."""
-        places = []
+        containers = []
         for specification in specifications:
-            places.append(f'<div class="chart"><div id="chart-{len(self._charts)}"></div></div>')
+            containers.append(f'<div class="chart"><div id="chart-{len(self._charts)}"></div></div>')
             self._charts.append(specification)
-        return f'<div class="charts">{"".join(places)}</div>' if places else ""
+        return f'<div class="charts">{"".join(containers)}</div>' if containers else ""
 
     def render(self) -> str:
         """Return the page. Raises RequestError if the script of charts is missing."""
@@ -208,16 +208,16 @@ def _format_head(run: RunFigures) -> str:
     status = "was training when this page was written" if run.trains else run.status  # true whatever happens later
     about = ", ".join(part for part in (run.task, run.model, str(run.start.get("strategy", ""))) if part)
     remarks = read_remarks(run.directory)
-    remarked = "".join(f"<p>{to_html(words)}</p>" for words in (", ".join(remarks.tags), remarks.note) if words)
+    remark = "".join(f"<p>{to_html(words)}</p>" for words in (", ".join(remarks.tags), remarks.note) if words)
     world = round(run.start.get("world_size", 0))
     on = f" on {text.format_plural(world, 'process', 'processes')}" if world else ""
-    remarked += f"<p>{to_html(run.parent)}</p>" if run.parent else ""
+    remark += f"<p>{to_html(run.parent)}</p>" if run.parent else ""
     newer = f'<p class="warn">{to_html(run.newer)}</p>' if run.newer else ""
     problems = [*run.damage[:20], *filter(None, [run.recipe_problem])]
-    damage = newer + "".join(f'<p class="bad">{to_html(each)}; shown without it</p>' for each in problems)
+    damage = newer + "".join(f'<p class="bad">{to_html(problem)}; shown without it</p>' for problem in problems)
     return (
         f'<header><div class="head"><h1>{to_html(run.name)}</h1><span class="badge {tone}">{to_html(status)}</span>'
-        f'</div><p class="soft">{to_html(about + on)}<br>written {time.strftime("%Y-%m-%d %H:%M:%S %Z")}</p>{remarked}'
+        f'</div><p class="soft">{to_html(about + on)}<br>written {time.strftime("%Y-%m-%d %H:%M:%S %Z")}</p>{remark}'
         f"{damage}{format_tiles(_iterate_tiles(run))}</header>"
     )
 
@@ -257,8 +257,8 @@ def _format_result(run: RunFigures) -> str:
 
 def _format_metric(event: EventRecord, metric: str) -> str:
     value, interval = event["metrics"].get(metric, ""), to_mapping(event.get("intervals")).get(metric)
-    shown = text.format_metric(value) if is_number(value) else str(value)
-    return shown if not interval else "{} ({:.4g} to {:.4g})".format(shown, *interval)
+    value_text = text.format_metric(value) if is_number(value) else str(value)
+    return value_text if not interval else "{} ({:.4g} to {:.4g})".format(value_text, *interval)
 
 
 def _format_hyperparameters(run: RunFigures) -> str:
@@ -276,45 +276,45 @@ def _format_data(run: RunFigures) -> str:
     rows: list[tuple[str, object]] = [(key, value) for key, value in keys.items() if value is not None]
     sentences = run.start.get("data")
     for sentence in sentences if isinstance(sentences, list) else ():
-        what, colon, words = str(sentence).partition(": ")
-        rows.append((what, words) if colon else ("", what))
+        subject, colon, words = str(sentence).partition(": ")
+        rows.append((subject, words) if colon else ("", subject))
     return format_table(["", ""], rows, text=[1]) if rows else ""
 
 
 def _format_samples(run: RunFigures) -> Iterator[str]:
     for prompt, events in run.samples.items():
-        shown = events[-_SAMPLES:]
+        last_events = events[-_SAMPLES:]
         more = f" (the last {_SAMPLES} of {len(events)})" if len(events) > _SAMPLES else ""
         body = format_table(
-            ["Step", "Answer"], [(event["step"], event.get("text") or "(no text)") for event in shown], text=[1]
+            ["Step", "Answer"], [(event["step"], event.get("text") or "(no text)") for event in last_events], text=[1]
         )
         yield f'<details open><summary dir="auto">{to_html(prompt)}{more}</summary>{body}</details>'
 
 
 def _format_predictions(run: RunFigures, page: Page) -> Iterator[str]:
-    plan, measured = read_plan(run.directory), run.finish.get("measured", {})
-    predicted = run.start.get("predicted", {})
-    lines = list(compare_with_plan(predicted, measured))
+    plan, measurements = read_plan(run.directory), run.finish.get("measured", {})
+    prediction = run.start.get("predicted", {})
+    lines = list(compare_with_plan(prediction, measurements))
     if lines:
         outside = [number for number, line in enumerate(lines) if line.is_outside]
         yield format_table(["", "This run"], [(line.label.capitalize(), line.words) for line in lines], warned=outside)
-        yield "".join(format_prose(f"{why}.") for why in explain_slow_steps(predicted, measured))
+        yield "".join(format_prose(f"{why}.") for why in explain_slow_steps(prediction, measurements))
     charts = []
-    chosen = to_mapping(plan.get("chosen"))
-    if phases := _select_largest(to_mapping(chosen.get("memory")).get("phases")):
+    candidate = to_mapping(plan.get("chosen"))
+    if phases := _select_largest(to_mapping(candidate.get("memory")).get("phases")):
         rows = [{"part": name, "kind": "plan", "value": value / _BYTES} for name, value in phases.items()]
         if run.steps:
             peak = max(float(event.get("memory_bytes", 0)) for event in run.steps) / _BYTES
             # On GPUs tensors are counted, without the memory of the driver and the libraries.
             part, of = ("all tensors", "tensors_bytes") if run.start.get("gpus") else ("whole process", "memory_bytes")
-            rows.append({"part": part, "kind": "plan", "value": predicted.get(of, 0) / _BYTES})
+            rows.append({"part": part, "kind": "plan", "value": prediction.get(of, 0) / _BYTES})
             rows.append({"part": part, "kind": "measured", "value": peak})
         charts.append(build_pair_chart("Memory per process by phase", rows, "MiB"))
-    if parts := _select_largest(to_mapping(chosen.get("time")).get("parts")):
+    if parts := _select_largest(to_mapping(candidate.get("time")).get("parts")):
         rows = [{"part": name, "kind": "plan", "value": value} for name, value in parts.items()]
-        rows.append({"part": "whole step", "kind": "plan", "value": predicted.get("step_time", 0.0)})
-        if "step_time" in measured:
-            rows.append({"part": "whole step", "kind": "measured", "value": measured["step_time"]})
+        rows.append({"part": "whole step", "kind": "plan", "value": prediction.get("step_time", 0.0)})
+        if "step_time" in measurements:
+            rows.append({"part": "whole step", "kind": "measured", "value": measurements["step_time"]})
         charts.append(build_pair_chart("Step time by part", rows, "seconds"))
     yield page.add_charts(charts)
 
@@ -326,10 +326,10 @@ def _format_profiles(run: RunFigures) -> Iterator[str]:
         for snapshot in event.get("memory", ()):
             yield f"<p>Memory: <code>{to_html(snapshot)}</code>, which pytorch.org/memory_viz opens.</p>"
         rows = []
-        for each in event.get("operators", ()):
+        for operator in event.get("operators", ()):
             with suppress(KeyError, TypeError, ValueError):
-                shown = f"{each['calls']:,}", text.format_seconds(each["seconds"]), f"{each['share']:.1%}"
-                rows.append((_shorten_kernel_name(str(each["name"])), *shown))
+                cells = f"{operator['calls']:,}", text.format_seconds(operator["seconds"]), f"{operator['share']:.1%}"
+                rows.append((_shorten_kernel_name(str(operator["name"])), *cells))
         yield format_table(["Operator", "Calls", "Time, all ranks", "Share"], rows, numbers=[1, 2, 3], names=[0])
 
 
@@ -342,8 +342,11 @@ def _format_timeline(run: RunFigures) -> str:
     if not run.timeline:
         return ""
     start = run.everything[0]["time"]
-    shown = run.timeline[-_TIMELINE:]
-    rows = [(text.format_duration(e["time"] - start), e.get("step", ""), e["event"], _describe_event(e)) for e in shown]
+    last_events = run.timeline[-_TIMELINE:]
+    rows = [
+        (text.format_duration(e["time"] - start), e.get("step", ""), e["event"], _describe_event(e))
+        for e in last_events
+    ]
     more = f"<p class=soft>The last {_TIMELINE} of {len(run.timeline)}.</p>" if len(run.timeline) > _TIMELINE else ""
     return more + format_table(["After", "Step", "Event", ""], rows, text=[3])
 
@@ -351,11 +354,11 @@ def _format_timeline(run: RunFigures) -> str:
 def _describe_event(event: EventRecord) -> str:
     kind = event["event"]
     if kind == "start":
-        resumed = event.get("resumed_from")
-        how = "started" if resumed is None else f"resumed from {resumed}"
+        resume_step = event.get("resumed_from")
+        how = "started" if resume_step is None else f"resumed from {resume_step}"
         parent = to_mapping(event.get("parent"))
-        if resumed is not None and resumed == parent.get("step"):
-            how = f"started from step {resumed} of {parent.get('run')}"
+        if resume_step is not None and resume_step == parent.get("step"):
+            how = f"started from step {resume_step} of {parent.get('run')}"
         return f"{how}: {event.get('strategy')} on {event.get('world_size')}, {event.get('mixed_precision')}"
     if kind == "checkpoint":
         return (
@@ -449,8 +452,8 @@ def format_time_use(run: RunFigures, ledger: Sequence[RankLedger], page: Page) -
     if not ledger:
         yield from _format_event_seconds(run, page)
         return
-    trained = sum(rank.trained * rank.wall for rank in ledger) / max(sum(rank.wall for rank in ledger), 1e-9)
-    yield f"<p>{trained:.1%} of the time of all ranks was used for {', '.join(TRAINING[:-1])} and {TRAINING[-1]}.</p>"
+    share = sum(rank.trained * rank.wall for rank in ledger) / max(sum(rank.wall for rank in ledger), 1e-9)
+    yield f"<p>{share:.1%} of the time of all ranks was used for {', '.join(TRAINING[:-1])} and {TRAINING[-1]}.</p>"
     categories = [name for name in CATEGORIES if any(name in rank.seconds for rank in ledger)]
     heads = [f"Rank {rank.rank}" for rank in ledger] if len(ledger) <= SHOWN_RANKS else ["Mean", "Least", "Most"]
     yield format_table(
@@ -467,9 +470,9 @@ def format_time_use(run: RunFigures, ledger: Sequence[RankLedger], page: Page) -
 def _format_category(name: str, ledger: Sequence[RankLedger]) -> tuple[str, ...]:
     """Return a row of the table: the seconds of every rank, or a summary of many."""
     values = [rank.seconds.get(name, 0.0) for rank in ledger]
-    shown = values if len(values) <= SHOWN_RANKS else [statistics.fmean(values), min(values), max(values)]
+    columns = values if len(values) <= SHOWN_RANKS else [statistics.fmean(values), min(values), max(values)]
     # All in one unit, as ranks are compared.
-    return (name.capitalize(), *(f"{value:,.{1 if value >= 10 else 2}f}" if value else "" for value in shown))
+    return (name.capitalize(), *(f"{value:,.{1 if value >= 10 else 2}f}" if value else "" for value in columns))
 
 
 @dataclass(frozen=True)
@@ -494,8 +497,10 @@ def iterate_machine_curves(ledger: Sequence[RankLedger], limit: int = _CURVE_POI
         points = {}
         for rank in ledger[:SHOWN_RANKS]:
             values = ((index, _read_measure(line.system, name)) for index, line in enumerate(rank.lines))
-            shown = thin_points([(index, value * scale) for index, value in values if value is not None], limit)
-            points[rank.rank] = [(rank.lines[index].time - start, value) for index, value in shown]
+            thinned_points = thin_points(
+                [(index, value * scale) for index, value in values if value is not None], limit
+            )
+            points[rank.rank] = [(rank.lines[index].time - start, value) for index, value in thinned_points]
         least = _NOTABLE.get(name, 0.0) * scale
         if any(value >= least for of_rank in points.values() for _, value in of_rank):
             yield MachineCurves(title, unit, name in _NOTABLE, points)
@@ -569,9 +574,9 @@ def sum_seconds_by_kind(run: RunFigures) -> dict[str, float]:
         if event["event"] in _SECONDS_OF_EVENTS:
             kind, field = _SECONDS_OF_EVENTS[event["event"]]
             by_kind[kind] += float(event.get(field, 0.0))
-        slowed = float(event.get("slowed_seconds", 0.0))  # of a checkpoint, in steps beside it
-        by_kind["checkpoints"] += slowed
-        by_kind["steps"] -= slowed
+        slowed_seconds = float(event.get("slowed_seconds", 0.0))  # of a checkpoint, in steps beside it
+        by_kind["checkpoints"] += slowed_seconds
+        by_kind["steps"] -= slowed_seconds
     for before, event in pairwise(events):
         if event["event"] == "start":
             by_kind["paused"] += max(0.0, event["time"] - before["time"])

@@ -63,8 +63,8 @@ def build_application(board: Board, token: str) -> Starlette:
         board.close()
 
     async def guard(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
-        presented = request.query_params.get("token", "")
-        if secrets.compare_digest(presented.encode(), token.encode()):
+        query_token = request.query_params.get("token", "")
+        if secrets.compare_digest(query_token.encode(), token.encode()):
             response = await answer(request)
         else:
             response = PlainTextResponse("use the address with the token that trainwright watch has printed\n", 403)
@@ -142,9 +142,13 @@ async def _iterate_changes(board: Board) -> AsyncIterator[str]:
     sent: dict[str, Any] = {}
     while True:
         rows = await run_in_threadpool(board.rows)  # which may wait for a file
-        changed = [row for name, row in rows.items() if sent.get(name) != row]
+        changed_rows = [row for name, row in rows.items() if sent.get(name) != row]
         gone = [name for name in sent if name not in rows]
-        yield f"data: {to_json({'rows': changed, 'gone': gone})}\n\n" if changed or gone else ": nothing new\n\n"
+        yield (
+            f"data: {to_json({'rows': changed_rows, 'gone': gone})}\n\n"
+            if changed_rows or gone
+            else ": nothing new\n\n"
+        )
         sent = rows
         await asyncio.sleep(_SEND_SECONDS)
 
@@ -193,8 +197,8 @@ def serve(root: Path, host: str = LOCAL, port: int = 0) -> None:
 
     token = secrets.token_urlsafe(24)
     with _open_listener(host, port) as listener:
-        shown = f"[{host}]" if ":" in host else host
-        say(f"runs: http://{shown}:{listener.getsockname()[1]}/?token={token}", file=sys.stderr, wrap=False)
+        address = f"[{host}]" if ":" in host else host
+        say(f"runs: http://{address}:{listener.getsockname()[1]}/?token={token}", file=sys.stderr, wrap=False)
         if host != LOCAL:
             say("note: who has this address sees these runs and can stop them; it is not encrypted", file=sys.stderr)
         config = uvicorn.Config(
@@ -348,7 +352,7 @@ class Board:
             return log.read(_LOG_BYTES).decode(errors="replace")
 
     def _find(self) -> None:
-        runs = {str(each.relative_to(self.root)): each for each in list_run_directories(self.root)}
+        runs = {str(directory.relative_to(self.root)): directory for directory in list_run_directories(self.root)}
         with self._lock:
             for gone in self._followers.keys() - runs.keys():
                 del self._followers[gone], self._recipes[gone], self._kept[gone]
@@ -374,11 +378,11 @@ class Board:
         try:
             yield
         except Exception as error:
-            shown = dict.fromkeys(("step", "steps", "best", "speed", "goodput", "changed"))
+            figures = dict.fromkeys(("step", "steps", "best", "speed", "goodput", "changed"))
             about = {"name": name, "task": "", "model": "", "status": "unknown", "version": 0, "read": 1.0}
             about |= {"number": self._numbers[name], "tags": [], "remark": ""}
             with self._lock:
-                self._rows[name] = {"id": name, **shown, **about, "note": describe_unreadable(error)}
+                self._rows[name] = {"id": name, **figures, **about, "note": describe_unreadable(error)}
 
     def _show_glance(self, name: str) -> None:
         """Show what the beginning and the end of a long run say."""
@@ -446,10 +450,9 @@ class Board:
 def _build_curves(follower: RunFollower, axis: str, limit: int) -> dict[str, list[list[float | None]]]:
     by = "tokens" if axis == "flops" else axis
     columns_by_name = {name: follower.curves.points(name, by, limit) for name in follower.curves.values}
-    evaluated = {metric for event in follower.events if event["event"] == "evaluate" for metric in event["metrics"]}
+    metrics = {metric for event in follower.events if event["event"] == "evaluate" for metric in event["metrics"]}
     columns_by_name |= {
-        f"validation/{metric}": _collect_evaluations(follower, metric, by)
-        for metric in sorted(evaluated)[:_MOST_CURVES]
+        f"validation/{metric}": _collect_evaluations(follower, metric, by) for metric in sorted(metrics)[:_MOST_CURVES]
     }
     columns_by_name |= {
         name: curves.points(name, by, limit) for name, curves in follower.metrics.items() if name not in columns_by_name
@@ -478,13 +481,13 @@ def _count_unread_bytes(follower: RunFollower) -> int:
 
 
 def _collect_evaluations(follower: RunFollower, metric: str, by: str) -> list[list[float | None]]:
-    at, places = follower.curves.positions["step"], follower.curves.positions[by]
+    at, positions = follower.curves.positions["step"], follower.curves.positions[by]
     points: list[tuple[float | None, float]] = []
     for event in follower.events:
         value = event["metrics"].get(metric) if event["event"] == "evaluate" else None
         if isinstance(value, int | float) and value - value == 0:
             index = bisect_left(at, event["step"])
-            step = 0.0 if event["step"] == 0 or not at else places[min(index, len(at) - 1)]
+            step = 0.0 if event["step"] == 0 or not at else positions[min(index, len(at) - 1)]
             points.append((step, float(value)))
     values: list[float | None] = [value for _, value in points]
     return [[step for step, _ in points], values, values, values]
@@ -515,11 +518,11 @@ class Ledgers:
             events: those of the run that count.
         """
         until, figures = self._known.get(run, (0.0, {}))
-        started = time.monotonic()
-        if started >= until:
+        start = time.monotonic()
+        if start >= until:
             figures = _build_ledger_figures(run, events)
             now = time.monotonic()
-            self._known[run] = now + max(_REREAD_SECONDS, _REREAD_TIMES * (now - started)), figures
+            self._known[run] = now + max(_REREAD_SECONDS, _REREAD_TIMES * (now - start)), figures
         return figures
 
 
@@ -531,12 +534,12 @@ def _build_ledger_figures(run: Path, events: Sequence[EventRecord]) -> dict[str,
         "categories": [name for name in CATEGORIES if any(name in rank.seconds for rank in ledger)],
         "ranks": [
             {
-                "rank": each.rank,
-                "trained": each.trained,
-                "seconds": dict(each.seconds),
-                "now": format_figures([each.lines[-1].system]),
+                "rank": rank_ledger.rank,
+                "trained": rank_ledger.trained,
+                "seconds": dict(rank_ledger.seconds),
+                "now": format_figures([rank_ledger.lines[-1].system]),
             }
-            for each in ledger
+            for rank_ledger in ledger
         ],
         "machine": [
             {

@@ -144,7 +144,7 @@ class FullySharded:
             for parameter in unit.parameters():
                 if not isinstance(parameter, DTensor):
                     _prepare(parameter, dtype)
-            sharded = fully_shard(
+            sharded_unit = fully_shard(
                 unit,
                 mesh=self._mesh,
                 # The module's own parameters are needed first in the backward pass, so they are not freed before it.
@@ -154,10 +154,10 @@ class FullySharded:
                 ignored_params=set(self._scalars.values()),
             )
             # Losses are already divided, so gradients are only summed; gloo supports no other reduction.
-            sharded.set_gradient_divide_factor(1.0)
-            sharded.set_force_sum_reduction_for_comms(True)
+            sharded_unit.set_gradient_divide_factor(1.0)
+            sharded_unit.set_force_sum_reduction_for_comms(True)
             # Experts that received no token of this rank.
-            sharded.set_reduce_scatter_unused_params(True)
+            sharded_unit.set_reduce_scatter_unused_params(True)
         assert isinstance(self.module, FSDPModule)
         _materialize_tensors(self.module, device, torch.device("cpu") if offload else device)
         self._scalars = {key: p for key, p in self.module.named_parameters() if p.dim() == 0}
@@ -193,10 +193,10 @@ class FullySharded:
     def gradient_norm(self) -> torch.Tensor:
         """Return the L2 norm over all parameters of the exchanged gradients, the same on every rank."""
         grads = dict(self._gradients())
-        replicated = compute_squared_norm(grad for key, grad in grads.items() if key in self._scalars)
+        replicated_norm = compute_squared_norm(grad for key, grad in grads.items() if key in self._scalars)
         shards = compute_squared_norm(grad for key, grad in grads.items() if key not in self._scalars)
         # All ranks' shards are summed, so each is counted once per replica.
-        return (self.world.sum_tensor(shards) / self._replicas + replicated).sqrt()
+        return (self.world.sum_tensor(shards) / self._replicas + replicated_norm).sqrt()
 
     def _gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's parts of the gradients that exist."""
@@ -306,11 +306,11 @@ class FullySharded:
 
     def layout(self) -> ModelLayout:
         """Describe how this rank holds the model."""
-        sharded = {key: p for key, p in self._parameters.items() if key in self._masters and isinstance(p, DTensor)}
-        name = max(sharded, key=lambda key: sharded[key].numel())
-        parameter = sharded[name]
-        updated = [p for group in self._optimizer.param_groups for p in group["params"]]
-        masters = sharded.values() if self.bf16_weights is not None else updated
+        shards = {key: p for key, p in self._parameters.items() if key in self._masters and isinstance(p, DTensor)}
+        name = max(shards, key=lambda key: shards[key].numel())
+        parameter = shards[name]
+        updated_parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        masters = shards.values() if self.bf16_weights is not None else updated_parameters
         return ModelLayout(
             parameter=name,
             shape=tuple(parameter.shape),
@@ -324,7 +324,7 @@ class FullySharded:
             optimizer_device=self._masters[name].device.type,
             elements=sum(self._parameters[key].numel() for key in self._masters),
             held=sum(_select_local(self._parameters[key]).numel() for key in self._masters),
-            updated=sum(p.numel() for p in updated),
+            updated=sum(p.numel() for p in updated_parameters),
             gradient_parts=parameter.device_mesh.size() // self._replicas,
             gradient_ranks=parameter.device_mesh.size(),
         )
@@ -332,12 +332,12 @@ class FullySharded:
     @contextmanager
     def full_parameters(self, available_memory: int | None = None) -> Iterator[tuple[nn.Module, str | None]]:
         """Provide the module with full parameters on every rank, for generation."""
-        required = sum(
+        total = sum(
             dtype.itemsize * size
             for unit in _list_units(self.module)
             for dtype, size in _iterate_gathered_weights(unit)
         )
-        reason = explain_memory_shortage(self.world, required, available_memory)
+        reason = explain_memory_shortage(self.world, total, available_memory)
         if reason is not None:
             # Parameters outside the blocks are used throughout, and their hooks are the module's own, which generation
             # does not call.
@@ -408,9 +408,9 @@ def _materialize_tensors(module: nn.Module, device: torch.device, rests_on: torc
 
     if users:
         module._apply(with_memory)
-    for (first, name), *others in users.values():  # shared parameters have become several
-        for user, other in others:
-            user._parameters[other] = first._parameters[name]
+    for (first, name), *aliases in users.values():  # shared parameters have become several
+        for user, alias in aliases:
+            user._parameters[alias] = first._parameters[name]
 
 
 def _cast_trainable(module: nn.Module, dtype: torch.dtype) -> None:

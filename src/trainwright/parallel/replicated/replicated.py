@@ -355,8 +355,8 @@ class Replicated:
         name = max(self._working, key=lambda key: self._working[key].numel())
         parameter, master = self._working[name], self._masters[name]
         elements = sum(p.numel() for p in self._working.values())
-        updated = [p for group in self._optimizer.param_groups for p in group["params"]]
-        masters = self._working.values() if self.bf16_weights is not None else updated
+        updated_parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        masters = self._working.values() if self.bf16_weights is not None else updated_parameters
         return ModelLayout(
             parameter=name,
             shape=tuple(parameter.shape),
@@ -368,7 +368,7 @@ class Replicated:
             optimizer_device=master.device.type,
             elements=elements,
             held=elements,
-            updated=sum(p.numel() for p in updated),
+            updated=sum(p.numel() for p in updated_parameters),
             gradient_parts=1,
             gradient_ranks=self._gradients.ranks,
         )

@@ -150,10 +150,10 @@ def _check_contradictions(content: dict[str, Any], recipe: RecipeSchema) -> Iter
         if key in _SECTIONS and isinstance(value, dict):
             yield from _SECTIONS[key](value, recipe)
         elif key in _BATCH or key == "gradient_clipping":
-            ours, expected = _look_up_scalar(key, recipe)
-            if key == "gradient_accumulation_steps" and value == 1 and expected is None:
+            ours, recipe_value = _look_up_scalar(key, recipe)
+            if key == "gradient_accumulation_steps" and value == 1 and recipe_value is None:
                 continue  # DeepSpeed's default, which sets nothing here: the packs of a step give the number
-            yield from _check_agreement(key, value, ours, expected)
+            yield from _check_agreement(key, value, ours, recipe_value)
 
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -196,7 +196,7 @@ def _is_equal(value: Any, expected: Any) -> bool:
         return (
             isinstance(value, list)
             and len(value) == len(expected)
-            and all(_is_equal(one, other) for one, other in zip(value, expected, strict=True))
+            and all(_is_equal(item, expected_item) for item, expected_item in zip(value, expected, strict=True))
         )
     if isinstance(value, bool) or isinstance(expected, bool):
         return value is expected
@@ -207,7 +207,7 @@ def _is_equal(value: Any, expected: Any) -> bool:
 
 def _check_optimizer(section: dict[str, Any], recipe: RecipeSchema) -> Iterator[str]:
     ours = recipe.optimizer
-    expected = {
+    recipe_values = {
         "lr": ("optimizer.learning_rate", ours.learning_rate),
         "betas": ("optimizer.betas", ours.betas),
         "eps": ("optimizer.eps", ours.eps),
@@ -222,11 +222,11 @@ def _check_optimizer(section: dict[str, Any], recipe: RecipeSchema) -> Iterator[
     elif kind != AUTO:
         torch_adam = _select_parameters(section).get("torch_adam") is True
         defaults = {**_OPTIMIZER_DEFAULTS, **({"weight_decay": 0.01} if torch_adam else {})}
-        yield from _check_left_out("optimizer", section, defaults, expected)
+        yield from _check_left_out("optimizer", section, defaults, recipe_values)
     yield from _check_section_keys("optimizer", section, {"type", "params"})
     for key, value in _select_parameters(section).items():
-        if key in expected:
-            yield from _check_agreement(f"optimizer.params.{key}", value, *expected[key])
+        if key in recipe_values:
+            yield from _check_agreement(f"optimizer.params.{key}", value, *recipe_values[key])
         elif not is_harmless(f"optimizer.params.{key}", value):
             yield f"optimizer.params.{key}: is not supported here; remove it"
 
@@ -243,7 +243,7 @@ def _check_scheduler(section: dict[str, Any], recipe: RecipeSchema) -> Iterator[
         )
     yield from _check_section_keys("scheduler", section, {"type", "params"})
     warmup = ours.warmup_steps
-    expected = {
+    recipe_values = {
         "warmup_max_lr": ("optimizer.learning_rate", ours.learning_rate),
         "warmup_min_lr": ("optimizer.warmup_steps, whose warm-up begins at", 0.0),
         "warmup_num_steps": ("optimizer.warmup_steps", warmup if isinstance(warmup, int) else None),
@@ -253,12 +253,12 @@ def _check_scheduler(section: dict[str, Any], recipe: RecipeSchema) -> Iterator[
         "warmup_min_ratio": ("optimizer.warmup_steps, whose warm-up begins at", 0.0),
     }
     if not warmup and _select_parameters(section).get("warmup_num_steps") in (AUTO, 0):
-        del expected["warmup_type"]  # there is no warm-up
+        del recipe_values["warmup_type"]  # there is no warm-up
     if _SCHEDULES.get(kind) == ours.schedule:
-        yield from _check_left_out("scheduler", section, _SCHEDULER_DEFAULTS[kind], expected)
+        yield from _check_left_out("scheduler", section, _SCHEDULER_DEFAULTS[kind], recipe_values)
     for key, value in _select_parameters(section).items():
-        if key in expected:
-            yield from _check_agreement(f"scheduler.params.{key}", value, *expected[key])
+        if key in recipe_values:
+            yield from _check_agreement(f"scheduler.params.{key}", value, *recipe_values[key])
         elif key == "warmup_type":
             continue
         elif not is_harmless(f"scheduler.params.{key}", value):
@@ -274,10 +274,10 @@ def _check_left_out(
             continue
         ours, value = expected[key]
         if value is None or not _is_equal(default, value):
-            shown = "linear" if key == "warmup_type" else f"auto, or to the value of {ours.partition(',')[0]},"
+            fix = "linear" if key == "warmup_type" else f"auto, or to the value of {ours.partition(',')[0]},"
             yield (
                 f"{name}.params.{key}: is missing, and DeepSpeed's default {default} contradicts {ours} "
-                f"{'(a fraction of the steps)' if value is None else value}; set it to {shown} here"
+                f"{'(a fraction of the steps)' if value is None else value}; set it to {fix} here"
             )
 
 
@@ -404,11 +404,11 @@ def build_settings(parallel: ParallelSection, dtype: torch.dtype, module: nn.Mod
 def _choose_sizes(module: nn.Module, stage: int, dtype: torch.dtype) -> dict[str, Any]:
     # The bits of a quantized matrix, flat, become as many elements of the dtype as have their bytes.
     bits = sum(p.nbytes for p in module.parameters() if not p.is_floating_point()) // dtype.itemsize
-    others = [parameter for parameter in module.parameters() if parameter.is_floating_point()]
-    bucket = max(2, min(BUCKET_ELEMENTS, bits + sum(parameter.numel() for parameter in others)))
+    float_parameters = [parameter for parameter in module.parameters() if parameter.is_floating_point()]
+    bucket = max(2, min(BUCKET_ELEMENTS, bits + sum(parameter.numel() for parameter in float_parameters)))
     sizes: dict[str, Any] = {"reduce_bucket_size": bucket}
     if stage == 3:
-        vectors = [parameter.numel() for parameter in others if parameter.dim() == 1]
+        vectors = [parameter.numel() for parameter in float_parameters if parameter.dim() == 1]
         sizes |= {
             "stage3_prefetch_bucket_size": bucket,
             # Norms and biases stay in full on every rank: little memory, which saves many small gathers.
@@ -423,8 +423,8 @@ def _choose_sizes(module: nn.Module, stage: int, dtype: torch.dtype) -> dict[str
 def _offload_settings(parallel: ParallelSection, section: dict[str, Any]) -> dict[str, Any]:
     """Return the offload settings: the recipe decides what is offloaded, the file how."""
     offload = {}
-    offloaded = {"offload_optimizer": parallel.offload_optimizer, "offload_param": parallel.offload_parameters}
-    for key in (key for key, enabled in offloaded.items() if enabled):
+    offload_flags = {"offload_optimizer": parallel.offload_optimizer, "offload_param": parallel.offload_parameters}
+    for key in (key for key, enabled in offload_flags.items() if enabled):
         values = section.get(key)
         values = {k: v for k, v in values.items() if v != AUTO} if isinstance(values, dict) else {}
         offload[key] = {**values, "device": "cpu"}

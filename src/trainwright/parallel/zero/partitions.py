@@ -253,7 +253,7 @@ def build_row_blocks(
         pieces: by name, in the same order on every rank; each piece with its elements (1-D, all of one dtype).
     """
     heads = {name: _count_head_elements(piece) for name, (piece, _) in pieces.items()}
-    received = _exchange(pieces, heads, rank, size)
+    received_heads = _exchange(pieces, heads, rank, size)
     shards = {}
     for name, (piece, local) in pieces.items():
         if not piece.shape:
@@ -264,7 +264,7 @@ def build_row_blocks(
         rows = local[heads[name][rank] :]
         missing = (end - begin) * _count_row_elements(piece) - rows.numel()
         if missing > 0:
-            rows = torch.cat([rows, *_collect_following(received, name, rank, missing)])
+            rows = torch.cat([rows, *_collect_following(received_heads, name, rank, missing)])
         shards[name] = Shard(rows.reshape(end - begin, *piece.shape[1:]), piece.shape, _build_offset(piece, begin))
     return shards
 
@@ -311,18 +311,18 @@ def _exchange(
     if not any(lengths):
         return {}
     some = next(iter(pieces.values()))[1]
-    own = some.new_zeros(max(lengths))
+    local_heads = some.new_zeros(max(lengths))
     parts = [local[: heads[name][rank]] for name, (_, local) in pieces.items()]
-    own[: lengths[rank]] = torch.cat(parts)
-    everyone = own.new_empty(size * len(own))
-    dist.all_gather_single(everyone, own)
-    received = {}
+    local_heads[: lengths[rank]] = torch.cat(parts)
+    everyone = local_heads.new_empty(size * len(local_heads))
+    dist.all_gather_single(everyone, local_heads)
+    received_heads = {}
     for r, row in enumerate(everyone.view(size, -1)):
         position = 0
         for name in pieces:
-            received[name, r] = row[position : position + heads[name][r]]
+            received_heads[name, r] = row[position : position + heads[name][r]]
             position += heads[name][r]
-    return received
+    return received_heads
 
 
 def _collect_following(received: _Received, name: str, rank: int, missing: int) -> list[torch.Tensor]:

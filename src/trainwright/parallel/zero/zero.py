@@ -89,11 +89,11 @@ class Zero:
             full = torch.empty(full.shape, dtype=full.dtype, device=self.world.device)
             self._weights.fill(name, Shard.full(full), self.world)
         if parameter.requires_grad and dtype != torch.float32:
-            own = full
+            original = full
             if self._sharded:
                 begin, end = split_into_chunks(full.numel(), self.world.size)[self.world.rank]
-                own = full.flatten()[begin:end].clone()
-            self._originals[name] = own
+                original = full.flatten()[begin:end].clone()
+            self._originals[name] = original
         packed = not parameter.is_floating_point()  # a quantized matrix; all that DeepSpeed shards has one dtype
         parameter.data = full.reshape(-1).view(dtype) if packed else full.to(dtype)
 
@@ -103,8 +103,8 @@ class Zero:
         with torch.no_grad():
             for name, original in self._originals.items():
                 piece = self._pieces[name]
-                own = original if self._sharded else original.flatten()[piece.begin : piece.begin + piece.size]
-                piece.of(masters[piece.group]).copy_(own)
+                local_part = original if self._sharded else original.flatten()[piece.begin : piece.begin + piece.size]
+                piece.of(masters[piece.group]).copy_(local_part)
         self._originals.clear()
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
@@ -253,8 +253,8 @@ class Zero:
             yield self._model, None
             return
         parameters: Any = list(self._model.parameters())
-        required = sum(p.ds_numel * p.element_size() for p in parameters)
-        reason = explain_memory_shortage(self.world, required, available_memory)
+        total = sum(p.ds_numel * p.element_size() for p in parameters)
+        reason = explain_memory_shortage(self.world, total, available_memory)
         if reason is not None:
             try:
                 yield self._model, reason
@@ -263,13 +263,13 @@ class Zero:
             return
         # DeepSpeed's hooks would free each layer after it runs, and gather it again for the next token with all ranks
         # taking part, but ranks generate answers of different lengths.
-        installed = list_hooks(self._model)
+        installed_hooks = list_hooks(self._model)
         with self._gather(parameters):
             set_hooks(self._model, self._hooks)
             try:
                 yield self._model, None
             finally:
-                set_hooks(self._model, installed)
+                set_hooks(self._model, installed_hooks)
 
 
 def _replace_meta_parameters(module: nn.Module) -> None:

@@ -37,7 +37,10 @@ def build_units(inventory: Inventory, shards: int) -> tuple[ShardedUnit, ...]:
         local = weight.local(shards)
         unit[0] += local
         unit[1] += local * weight.trainable
-    return tuple(ShardedUnit(local * shards, trained * shards, local, trained) for local, trained in sums)
+    return tuple(
+        ShardedUnit(local * shards, trained_elements * shards, local, trained_elements)
+        for local, trained_elements in sums
+    )
 
 
 class FsdpMemory(StrategyMemory):
@@ -48,10 +51,10 @@ class FsdpMemory(StrategyMemory):
     def lasting(self) -> Mapping[str, int]:
         """Return the bytes held between steps, by purpose."""
         every = build_units(self.inventory, self.choice.shards)
-        local, trained = sum(unit.local for unit in every), sum(unit.local_trained for unit in every)
+        local, trained_elements = sum(unit.local for unit in every), sum(unit.local_trained for unit in every)
         return {
-            "parameters": (FP32 if self._masters else self.inventory.width) * trained
-            + self.inventory.width * (local - trained),
+            "parameters": (FP32 if self._masters else self.inventory.width) * trained_elements
+            + self.inventory.width * (local - trained_elements),
             "optimizer state": sum_optimizer_state(self.inventory, self.optimizer, self.choice.shards),
         }
 
@@ -64,14 +67,14 @@ class FsdpMemory(StrategyMemory):
 
     def step(self) -> int:
         """Return the bytes that the optimizer step needs in addition."""
-        trained = sum(unit.local_trained for unit in build_units(self.inventory, self.choice.shards))
+        trained_elements = sum(unit.local_trained for unit in build_units(self.inventory, self.choice.shards))
         if self._masters:
-            return FP32 * trained
+            return FP32 * trained_elements
         largest = max((weight.local(self.choice.shards) for weight in self.inventory.trainable), default=0)
-        part = max(largest, min(trained, step_elements(self.on_gpu)))
+        part = max(largest, min(trained_elements, step_elements(self.on_gpu)))
         if self.choice.reshard_after_forward and self.choice.gradient_accumulation_steps > 1:
-            return FP32 * (trained + part)
-        return self.inventory.width * trained + 2 * FP32 * part
+            return FP32 * (trained_elements + part)
+        return self.inventory.width * trained_elements + 2 * FP32 * part
 
     def gathered(self) -> int:
         """Return the bytes of all gathered units, and of the buffer that the last one is copied out of."""
@@ -219,29 +222,29 @@ class FsdpFlow(Flow):
         self._gathered -= self._bytes(unit)
         self._reducing = FP32 * sizes.trained
         highest = self.allocated
-        accumulated = 0 if self._reshard or self._first else FP32  # earlier micro-batches left full gradients
+        accumulated_width = 0 if self._reshard or self._first else FP32  # earlier micro-batches left full gradients
         width = self._width if self._reshard or self._first or self._width < FP32 else 0
-        self._gradients -= (width + accumulated) * sizes.trained
+        self._gradients -= (width + accumulated_width) * sizes.trained
         local_bytes = FP32 * sizes.local_trained
-        summed = local_bytes
+        summed_bytes = local_bytes
         if not self._masters:  # reduced in fp32, and cast; several micro-batches are summed in fp32
             local_bytes += self._width * sizes.local_trained
             if not self._reshard or (self._first and self._last):
-                summed = self._width * sizes.local_trained
+                summed_bytes = self._width * sizes.local_trained
         clone = self._reducing if self._copies else 0
-        reduced = Allocated(
+        allocation = Allocated(
             self._gradients + self._summed + local_bytes, self._gathered + self._buffer, self._reducing + clone
         )
         if (self._first or not self._reshard) and not self._offload:
-            self._summed += summed
-        return choose_largest(highest, reduced)
+            self._summed += summed_bytes
+        return choose_largest(highest, allocation)
 
     def _keep(self, unit: int) -> Allocated:
         """Keep a unit's gradients in fp32 until those of later micro-batches are added."""
         if self._width == FP32:
             return self.allocated
-        trained = self._units[unit].trained
-        self._gradients += (FP32 if self._first else 0) * trained
+        trained_elements = self._units[unit].trained
+        self._gradients += (FP32 if self._first else 0) * trained_elements
         highest = self.allocated
-        self._gradients -= self._width * trained
+        self._gradients -= self._width * trained_elements
         return highest

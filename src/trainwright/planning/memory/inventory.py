@@ -104,7 +104,7 @@ class Inventory:
         for weight in self.weights:
             sums[weight.unit][0] += weight.numel
             sums[weight.unit][1] += weight.numel * weight.trainable
-        return tuple((every, trained) for every, trained in sums)
+        return tuple((every, trained_elements) for every, trained_elements in sums)
 
     @cached_property
     def sizes(self) -> tuple[dict[str, int], ...]:

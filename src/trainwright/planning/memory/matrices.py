@@ -56,9 +56,9 @@ def _estimate_stack(shape: Shape, count: int, width: int, on_gpu: bool) -> int:
 def _estimate_rounds(shapes: tuple[Shape, ...], ranks: int, shards: int, on_gpu: bool) -> int:
     highest = 0
     for owners in assign_matrices(shapes, ranks, on_gpu=on_gpu):
-        owned = [[shapes[index] for index in indices] for indices in owners]
+        owned_shapes = [[shapes[index] for index in indices] for indices in owners]
         for begin in range(0, ranks, shards):
-            highest = max(highest, _estimate_round(owned[begin : begin + shards], on_gpu))
+            highest = max(highest, _estimate_round(owned_shapes[begin : begin + shards], on_gpu))
     return highest
 
 
@@ -66,12 +66,14 @@ def _estimate_round(owned: Sequence[Sequence[Shape]], on_gpu: bool) -> int:
     """Return the bytes on the fullest rank of a replica. ``owned``: the matrices of each of its ranks."""
     width = look_up_exchanged_width(on_gpu)
     elements = sum(_count_share(shape, len(owned)) for shapes in owned for shape in shapes)
-    given, in_fp32 = width * elements, _FP32 * elements
-    taken = width * max(sum(rows * columns for rows, columns in shapes) for shapes in owned)
+    share_bytes, in_fp32 = width * elements, _FP32 * elements
+    matrix_bytes = width * max(sum(rows * columns for rows, columns in shapes) for shapes in owned)
     alone = max((_estimate_stacks(shapes, width, on_gpu) for shapes in owned), default=0)
     # Updates are converted to fp32 as they are added to the weights: this rank's in a row, and those of another.
-    added = 2 * given + (in_fp32 if width < _FP32 else 0)
-    return max(given + in_fp32, given + taken if len(owned) > 1 else 0, taken + alone, added)
+    update_bytes = 2 * share_bytes + (in_fp32 if width < _FP32 else 0)
+    return max(
+        share_bytes + in_fp32, share_bytes + matrix_bytes if len(owned) > 1 else 0, matrix_bytes + alone, update_bytes
+    )
 
 
 def _estimate_stacks(shapes: Sequence[Shape], width: int, on_gpu: bool) -> int:

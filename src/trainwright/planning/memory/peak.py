@@ -84,9 +84,9 @@ def estimate_memory(workload: Workload, choice: Choice, cluster: Cluster) -> Mem
     base, host = _estimate_lasting(model, reference)
     between = sum(base.values())
     norm = 0 if on_gpu else _estimate_norm(parameters, choice.shards, route.gradients)
-    gathered = 0 if on_gpu else model.gathered()
-    if gathered > USABLE * (cluster.usable_bytes // choice.num_processes - between):
-        gathered = 0  # as in a GPU's memory if it is short, blocks are gathered one by one (parallel/world.py)
+    gathered_bytes = 0 if on_gpu else model.gathered()
+    if gathered_bytes > USABLE * (cluster.usable_bytes // choice.num_processes - between):
+        gathered_bytes = 0  # as in a GPU's memory if it is short, blocks are gathered one by one (parallel/world.py)
     step = max(_estimate_update(workload, model, offloaded=bool(host)), 0 if host else route.gradients + norm)
     if host and (on_host := model.gradients_on_host()):
         host["gradients"] = on_host
@@ -96,9 +96,9 @@ def estimate_memory(workload: Workload, choice: Choice, cluster: Cluster) -> Mem
         "backward": between + walk.backward.total,
         "optimizer": between + step,
         "evaluation": between + walk.evaluation.total * workload.evaluates,
-        "generation": between + gathered * workload.answers,
+        "generation": between + gathered_bytes * workload.answers,
         "checkpoint": between,
-        "export": between + _estimate_export(model, workload, gathered),
+        "export": between + _estimate_export(model, workload, gathered_bytes),
     }
     reading = 0 if on_gpu or workload.model.adapter else _estimate_reading(parameters, workload.saved_width)
     if reading <= cluster.usable_bytes - choice.num_processes * between:  # otherwise it is not read back
@@ -108,12 +108,12 @@ def estimate_memory(workload: Workload, choice: Choice, cluster: Cluster) -> Mem
         read = -(-weights // choice.shards) if choice.spec.shards_parameters else weights
         read = max(read, _STORED * parameters.experts)  # of each process, before they are quantized
         host[LOADING] = max(0, read - sum(host.values()))
-    pinned = list(model.pinned()) if on_gpu else []
+    pinned_sizes = list(model.pinned()) if on_gpu else []
     if offloads:
         activations = [size for unit in trace.list_units()[1:-1] for size in unit.forward.saved]
         host["activations"] = sum(activations)
-        pinned += activations
-    if excess := sum(map(compute_pinned_excess, pinned)):
+        pinned_sizes += activations
+    if excess := sum(map(compute_pinned_excess, pinned_sizes)):
         host["rounding of pinned memory"] = excess
     if workload.copies_state:
         width = FP32 if workload.master_weights else parameters.width
@@ -168,9 +168,9 @@ def _estimate_lasting(model: StrategyMemory, reference: int) -> tuple[dict[str, 
     if reference:
         shards = choice.shards if choice.spec.shards_parameters else 1
         lasting["reference"] = -(-reference // shards) * choice.width
-    moved = choice.offloaded if model.on_gpu else frozenset[str]()
-    base = {name: 0 if name in moved else count for name, count in lasting.items()}
-    return base, {name: count for name, count in lasting.items() if name in moved and count}
+    offloaded_names = choice.offloaded if model.on_gpu else frozenset[str]()
+    base = {name: 0 if name in offloaded_names else count for name, count in lasting.items()}
+    return base, {name: count for name, count in lasting.items() if name in offloaded_names and count}
 
 
 def _estimate_update(workload: Workload, model: StrategyMemory, *, offloaded: bool) -> int:
@@ -192,8 +192,8 @@ def _estimate_norm(parameters: Inventory, shards: int, gradients: int) -> int:
     sizes = [weight.local(shards) for weight in parameters.trainable]
     narrow = gradients < FP32 * sum(sizes)
     squares, width = FP32 * (2 if narrow else 1), parameters.width if narrow else FP32
-    joined = min(CACHED_ELEMENTS, sum(size for size in sizes if size < CACHED_ELEMENTS))
-    return max((squares + width) * joined, squares * min(CACHED_ELEMENTS, max(sizes, default=0)))
+    joined_elements = min(CACHED_ELEMENTS, sum(size for size in sizes if size < CACHED_ELEMENTS))
+    return max((squares + width) * joined_elements, squares * min(CACHED_ELEMENTS, max(sizes, default=0)))
 
 
 def _estimate_load(parameters: Inventory, workload: Workload) -> int:
@@ -205,12 +205,12 @@ def _estimate_load(parameters: Inventory, workload: Workload) -> int:
         return max(FP32 * parameters.numel, _STORED * parameters.experts)
     facts = workload.facts
     embedding = facts.vocabulary * facts.hidden
-    drawn = FP32 * embedding if facts.tied else 0
+    temporary_bytes = FP32 * embedding if facts.tied else 0
     if workload.model.quantization != "none":
-        drawn = max(drawn, _QUANTIZING * min(_QUANTIZED, facts.hidden * facts.intermediate))
+        temporary_bytes = max(temporary_bytes, _QUANTIZING * min(_QUANTIZED, facts.hidden * facts.intermediate))
     elif workload.model.adapter:
-        drawn = max(drawn, (FP32 - parameters.width) * embedding)
-    return FP32 * max(parameters.numel, facts.total) + drawn
+        temporary_bytes = max(temporary_bytes, (FP32 - parameters.width) * embedding)
+    return FP32 * max(parameters.numel, facts.total) + temporary_bytes
 
 
 def _estimate_export(model: StrategyMemory, workload: Workload, gathered: int) -> int:
@@ -240,11 +240,11 @@ def _estimate_reading(parameters: Inventory, width: int) -> int:
 def _sum_saved(parameters: Inventory, copies: int, width: int) -> int:
     """Return these bytes, of which ``width`` for each element stay until a file is written."""
     frozen = parameters.numel - parameters.trained
-    buffered = most = FP32 * parameters.numel if frozen else 0  # saved as they were loaded
+    buffer_bytes = peak = FP32 * parameters.numel if frozen else 0  # saved as they were loaded
     for weight in parameters.weights:
-        most = max(most, buffered + FP32 * copies * weight.numel)
-        buffered = min(buffered + width * weight.numel, SHARD_BYTES)
-    return max(most, buffered)
+        peak = max(peak, buffer_bytes + FP32 * copies * weight.numel)
+        buffer_bytes = min(buffer_bytes + width * weight.numel, SHARD_BYTES)
+    return max(peak, buffer_bytes)
 
 
 def compute_pinned_excess(size: int) -> int:

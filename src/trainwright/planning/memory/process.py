@@ -61,9 +61,9 @@ def estimate_overhead(
     products = (
         _estimate_product_code(workload, choice, trace) if choice.width == 2 and "bf16" in cluster.card.rates else 0
     )
-    slack, copied = {SLACK: _estimate_unused(workload, model, walk, lasting, temporary)}, model.copied()
-    others = {"copies of the exchange": copied if copied <= _ARENA else 0, "code of products": products}
-    return {**parts, **slack, **{name: size for name, size in others.items() if size}}
+    slack, copy_bytes = {SLACK: _estimate_unused(workload, model, walk, lasting, temporary)}, model.copied()
+    other_parts = {"copies of the exchange": copy_bytes if copy_bytes <= _ARENA else 0, "code of products": products}
+    return {**parts, **slack, **{name: size for name, size in other_parts.items() if size}}
 
 
 def estimate_libraries(workload: Workload, choice: Choice, cluster: Cluster) -> dict[str, int]:
@@ -102,10 +102,10 @@ def _estimate_unused(workload: Workload, model: StrategyMemory, walk: Walk, last
         in_block = int(_SETTLED * recomputes * max(walk.forward.working_set, walk.backward.working_set))
         return min(int(_SETTLED * temporary * (1 + varied)), limit + in_block)
     shards = choice.spec.shards_parameters
-    gathered = choice.width * inventory.largest if shards else 0
-    largest = max(walk.forward.working_set, 4 * inventory.largest_trained, gathered)
-    unreturned = min(temporary, max(_TRIMMED, largest))
-    return unreturned + max(int(_SETTLED * unreturned * varied), shards * min(temporary, largest))
+    gathered_bytes = choice.width * inventory.largest if shards else 0
+    largest = max(walk.forward.working_set, 4 * inventory.largest_trained, gathered_bytes)
+    unreturned_bytes = min(temporary, max(_TRIMMED, largest))
+    return unreturned_bytes + max(int(_SETTLED * unreturned_bytes * varied), shards * min(temporary, largest))
 
 
 def _estimate_product_code(workload: Workload, choice: Choice, model: SizedModel) -> int:

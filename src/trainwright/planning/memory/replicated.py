@@ -32,12 +32,12 @@ class ReplicatedMemory(StrategyMemory):
 
     def step(self) -> int:
         """Return the bytes that the optimizer step needs in addition."""
-        width, trained = self.inventory.width, self.inventory.trained
-        part = max(self.inventory.largest_trained, min(trained, step_elements(self.on_gpu)))
+        width, trained_elements = self.inventory.width, self.inventory.trained
+        part = max(self.inventory.largest_trained, min(trained_elements, step_elements(self.on_gpu)))
         masters = 0 if self.optimizer.masters else FP32 * part
         if width == FP32 or self._exchanges or self.choice.gradient_accumulation_steps > 1:
-            return FP32 * trained + masters
-        return width * trained + FP32 * part + masters
+            return FP32 * trained_elements + masters
+        return width * trained_elements + FP32 * part + masters
 
     @property
     def _exchanges(self) -> bool:
@@ -83,8 +83,8 @@ class ReplicatedFlow(Flow):
         largest = min(numel, self._largest)
         if self._first:
             self._sums += FP32 * numel
-        copied = 0 if self._first else FP32 * min(largest, CACHED_ELEMENTS)
-        return Allocated(self._sums + self._width * largest + copied)
+        copy_bytes = 0 if self._first else FP32 * min(largest, CACHED_ELEMENTS)
+        return Allocated(self._sums + self._width * largest + copy_bytes)
 
     def _exchange(self) -> Allocated:
         """Copy the gradients of every full bucket into one tensor, and free them."""

@@ -78,10 +78,10 @@ def load_memory_model(strategy: str) -> type[StrategyMemory]:
         RequestError: it cannot be imported, or is not such a class.
     """
     entry_point = look_up_strategy(strategy).memory
-    described = f"{STRATEGIES.describe(strategy)}: its memory model {entry_point}"
-    model = load(entry_point, described)
+    description = f"{STRATEGIES.describe(strategy)}: its memory model {entry_point}"
+    model = load(entry_point, description)
     if not (isinstance(model, type) and issubclass(model, StrategyMemory)):
-        raise RequestError(f"{described} is no {StrategyMemory.__module__}.{StrategyMemory.__name__}")
+        raise RequestError(f"{description} is no {StrategyMemory.__module__}.{StrategyMemory.__name__}")
     if missing := sorted(model.__abstractmethods__):
-        raise RequestError(f"{described} lacks {', '.join(missing)}")
+        raise RequestError(f"{description} lacks {', '.join(missing)}")
     return model

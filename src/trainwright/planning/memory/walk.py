@@ -87,11 +87,11 @@ class Peak:
 
     def parts(self) -> dict[str, int]:
         """Return the bytes by purpose."""
-        allocated, activations, loss = self._what
+        allocation, activations, loss = self._what
         return {
-            "gradients": allocated.gradients,
-            "gathered parameters": allocated.gathered,
-            "gradient buckets": allocated.buckets,
+            "gradients": allocation.gradients,
+            "gathered parameters": allocation.gathered,
+            "gradient buckets": allocation.buckets,
             "activations kept": activations,
             "loss working set" if loss else "activations worked on": self.working_set,
         }
@@ -128,8 +128,8 @@ class _Notes:
     def add(self, allocated: Allocated, live: int, work: int = 0, loss: bool = False, between: bool = False) -> None:
         if between:
             self.between.append(len(self._notes))
-        gradients, gathered, buckets = allocated
-        self._notes.append((gradients + gathered + buckets, self.later, live, work, loss, allocated))
+        gradients, gathered_bytes, buckets = allocated
+        self._notes.append((gradients + gathered_bytes + buckets, self.later, live, work, loss, allocated))
 
     def find_most_between(self, *levels: _Levels) -> int:
         """Return the most bytes between blocks, for batches as in ``peak``."""
@@ -138,12 +138,12 @@ class _Notes:
 
     def peak(self, *levels: _Levels) -> Peak:
         """Return the peak for batches with these bytes, of the first micro-batch and of later ones."""
-        most, peak = 0, Peak()
-        for total, later, live, work, loss, allocated in self._notes:
+        highest, peak = 0, Peak()
+        for total, later, live, work, loss, allocation in self._notes:
             lives, works = levels[later]
-            if total + lives[live] + works[work] > most:
-                peak.note(allocated, lives[live], works[work], loss)
-                most = peak.total
+            if total + lives[live] + works[work] > highest:
+                peak.note(allocation, lives[live], works[work], loss)
+                highest = peak.total
         return peak
 
 
@@ -184,8 +184,8 @@ class Route:
             kind = order.units[unit]
             if unit in ends:
                 self._moments(unit, order.gradients[kind], begins[kind], loss=unit == last)
-            elif trained := self._inventory.by_unit[unit][1]:
-                flow.arrive(unit, "", trained)
+            elif trained_elements := self._inventory.by_unit[unit][1]:
+                flow.arrive(unit, "", trained_elements)
             notes.add(flow.unit_ended(unit), 2 * unit + 1, between=0 < unit < last)
         notes.add(flow.end(), 1)
 
@@ -195,8 +195,8 @@ class Route:
         for number, gradient in enumerate(gradients):
             notes.add(flow.allocated, 2 * unit, begin + 2 * number, loss)
             if gradient:
-                arrived = flow.arrive(unit, gradient, sizes[gradient])
-                notes.add(arrived, 2 * unit, begin + 2 * number + 1, loss)
+                allocation = flow.arrive(unit, gradient, sizes[gradient])
+                notes.add(allocation, 2 * unit, begin + 2 * number + 1, loss)
 
 
 class Walk:
@@ -211,7 +211,7 @@ class Walk:
 
     def __init__(self, route: Route, first: SizedModel, later: SizedModel, offloads: bool = False) -> None:
         levels = [_build_levels(model, offloads) for model in ((first,) if later is first else (first, later))]
-        forward, backward = [one[0] for one in levels], [one[1] for one in levels]
+        forward, backward = [level[0] for level in levels], [level[1] for level in levels]
         self.forward = route.forward.peak(*forward, forward[-1])
         self.backward = route.backward.peak(*backward, backward[-1])
         self.evaluation = route.evaluation.peak(levels[0][2])
@@ -233,7 +233,7 @@ def _build_levels(model: SizedModel, offloads: bool) -> tuple[_Levels, _Levels, 
     forward = _accumulate_changes(
         [_find_bytes_after(unit.forward) - away.get(number, 0) for number, unit in enumerate(units)]
     )
-    evaluated = _accumulate_changes([_find_bytes_after(unit.evaluation) for unit in units])
+    evaluation = _accumulate_changes([_find_bytes_after(unit.evaluation) for unit in units])
     reference = _accumulate_changes([_find_bytes_after(model.units[index].evaluation) for index in model.reference])
     work = [
         0,
@@ -247,7 +247,7 @@ def _build_levels(model: SizedModel, offloads: bool) -> tuple[_Levels, _Levels, 
         live += _find_bytes_after(units[unit].backward)
         backward[2 * unit + 1] = live
     moments = [size for unit in model.units for m in unit.backward.moments for size in (m.live[0], m.after)]
-    return ([*forward, *reference], work), (backward, [0, *moments]), (evaluated, work)
+    return ([*forward, *reference], work), (backward, [0, *moments]), (evaluation, work)
 
 
 def _accumulate_changes(changes: list[int]) -> list[int]:

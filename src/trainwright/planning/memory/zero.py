@@ -31,7 +31,7 @@ def _compute_partition(inventory: Inventory, shards: int) -> tuple[int, int]:
     Matrices and vectors are partitioned separately (engine/optimizer.py), each group concatenated.
     """
     local = 0
-    touched = [0] * shards
+    touched_elements = [0] * shards
     for vectors in (False, True):
         group = [w.numel for w in inventory.trainable if w.is_vector == vectors]
         size = -(-sum(group) // (2 * shards)) * 2
@@ -39,9 +39,9 @@ def _compute_partition(inventory: Inventory, shards: int) -> tuple[int, int]:
         begin = 0
         for numel in group:
             for rank in range(begin // max(1, size), min(shards, -(-(begin + numel) // max(1, size)))):
-                touched[rank] += numel
+                touched_elements[rank] += numel
             begin += numel
-    return local, max(touched)
+    return local, max(touched_elements)
 
 
 class ZeroMemory(StrategyMemory):
@@ -121,8 +121,8 @@ class Stage12Flow(Flow):
     @property
     def allocated(self) -> Allocated:  # type: ignore[override]
         """Memory that is allocated now."""
-        reduced = 0 if self._leaves else self._reduced
-        return Allocated(gradients=self._gradients + reduced, buckets=self._buffer)
+        reduced_bytes = 0 if self._leaves else self._reduced
+        return Allocated(gradients=self._gradients + reduced_bytes, buckets=self._buffer)
 
     def begin(self, first: bool, last: bool) -> None:
         """Begin a pass over a micro-batch, the first or the last of its step."""
@@ -332,14 +332,14 @@ def _find_largest_vector(inventory: Inventory) -> int:
 @lru_cache(maxsize=64)
 def _estimate_lasting(inventory: Inventory, stage: int, shards: int, states: int) -> Mapping[str, int]:
     """Return the bytes held between steps, by purpose."""
-    width, trained = inventory.width, inventory.trained
+    width, trained_elements = inventory.width, inventory.trained
     if stage < 3:
         local = _compute_partition(inventory, shards)[0]
         return {
             "parameters": inventory.numel * width,
             "master weights": local * FP32,
             "optimizer state": local * FP32 * states,
-            "gradients": trained * FP32 if stage == 1 and width < FP32 else 0,
+            "gradients": trained_elements * FP32 if stage == 1 and width < FP32 else 0,
         }
     local = sum(-(-w.numel // shards) for w in inventory.trainable)
     frozen = sum(-(-w.numel // shards) for w in inventory.weights if not w.trainable)
@@ -359,10 +359,10 @@ def _estimate_step(inventory: Inventory, stage: int, shards: int, on_gpu: bool) 
     width = inventory.width
     if stage == 3:
         return FP32 * sum(-(-w.numel // shards) for w in inventory.trainable if not w.is_vector)
-    local, touched = _compute_partition(inventory, shards)
-    gathered = 0 if on_gpu else width * sum(w.numel for w in inventory.trainable if not w.is_vector)
+    local, touched_elements = _compute_partition(inventory, shards)
+    gathered_bytes = 0 if on_gpu else width * sum(w.numel for w in inventory.trainable if not w.is_vector)
     if stage == 1 and width < FP32:
-        return width * inventory.trained + gathered
+        return width * inventory.trained + gathered_bytes
     if width < FP32:
-        return FP32 * local + gathered
-    return FP32 * touched + max(FP32 * local, gathered)
+        return FP32 * local + gathered_bytes
+    return FP32 * touched_elements + max(FP32 * local, gathered_bytes)

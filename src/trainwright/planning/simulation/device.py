@@ -136,8 +136,8 @@ def install_card(card: SimulatedGpu, memory: SimulatedMemory, waits: WaitLog) ->
     generic: Any = torch
     generic.Event, generic.Stream = _Event, _Stream
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment]
-    compiled: Any = torch._C
-    compiled._cuda_getCurrentRawStream = lambda device: 0  # bitsandbytes looks for it when it is imported
+    extension: Any = torch._C
+    extension._cuda_getCurrentRawStream = lambda device: 0  # bitsandbytes looks for it when it is imported
     accelerator.is_available = lambda: True
     accelerator.device_count = lambda: card.count
     accelerator.current_device_index = lambda: 0
@@ -225,12 +225,12 @@ def install_groups(rank: Rank) -> None:
     def new_group(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         return subgroup(ranks, backend="fake")
 
-    replaced: dict[str, Any] = {
+    replacements: dict[str, Any] = {
         "init_process_group": init_process_group,
         "new_group": new_group,
         "barrier": lambda *args, **kwargs: None,
     }
-    for name, value in replaced.items():
+    for name, value in replacements.items():
         setattr(dist, name, value)
         if hasattr(dist.distributed_c10d, name):
             setattr(dist.distributed_c10d, name, value)
@@ -322,20 +322,20 @@ def simulate_device(rank: Rank, logs: Logs) -> Iterator[None]:
     from trainwright.parallel.zero import deepspeed_engine
     from trainwright.tasks import reference
 
-    fake, noted = FakeTensorMode(allow_non_fake_inputs=True), mode.Simulated(logs, rank.card.capability)
+    fake, dispatch_mode = FakeTensorMode(allow_non_fake_inputs=True), mode.Simulated(logs, rank.card.capability)
 
     @contextmanager
     def only_these() -> Iterator[None]:
-        with _disable_current_modes(), fake, noted:
+        with _disable_current_modes(), fake, dispatch_mode:
             yield
 
     # ZeRO-3 hides what it gathers from other modes, and would from these.
     hides: Any = deepspeed_engine
     hides._disable_current_modes = only_these
     # What other ranks compute is not known, and its values do not matter.
-    others: Any = reference
-    others.combined = lambda world, own: np.nan_to_num(own)
-    with fake, noted:
+    reference_module: Any = reference
+    reference_module.combined = lambda world, own: np.nan_to_num(own)
+    with fake, dispatch_mode:
         yield
 
 

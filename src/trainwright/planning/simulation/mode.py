@@ -101,7 +101,7 @@ class Simulated(TorchDispatchMode):
         elif name == "aten::copy_":
             self._note_copy(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         elif name in ("aten::index.Tensor", "aten::index", "aten::index_put_", "aten::_index_put_impl_"):
-            if any(one is not None and one.dtype in (torch.bool, torch.uint8) for one in args[1]):
+            if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
                 self.logs.waits.note("indexing by a mask")
         elif name == "aten::repeat_interleave" and kwargs.get("output_size") is None:
             self.logs.waits.note("repeat_interleave")
@@ -181,9 +181,9 @@ def _patch_pinning() -> None:
     def pin_memory(self: torch.Tensor, *args: Any) -> torch.Tensor:
         if self.device.type != "cpu":
             raise RuntimeError(f"cannot pin '{self.type()}' only dense CPU tensors can be pinned")
-        pinned = self.clone()
-        pinned.untyped_storage().pinned = True  # type: ignore[attr-defined]
-        return pinned
+        pinned_tensor = self.clone()
+        pinned_tensor.untyped_storage().pinned = True  # type: ignore[attr-defined]
+        return pinned_tensor
 
     torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign,assignment]
     torch.Tensor.is_pinned = lambda self, *args: is_pinned(self)  # type: ignore[method-assign]
@@ -285,7 +285,7 @@ def follow_operation(
             result = func(*tree_map(_move_to_host, args), **tree_map(_move_to_host, kwargs))
         except (RuntimeError, NotImplementedError):  # no such kernel on the CPU
             return _forget_values(schema, args)
-    shared = {one.value.untyped_storage()._cdata: one.valid for one in entries if one is not None}
+    shared = {entry.value.untyped_storage()._cdata: entry.valid for entry in entries if entry is not None}
     for result_tensor, value in zip(list_operands((out,), {}), list_operands((result,), {}), strict=True):
         if isinstance(result_tensor, FakeTensor):
             result_tensor._known_value = _Known(value, shared.get(value.untyped_storage()._cdata, [True]))  # type: ignore[attr-defined]
@@ -485,8 +485,8 @@ def compute_grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, 
         return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device="meta")
 
     with _disable_current_modes():
-        shaped = func(*map(as_bf16, args), **{key: as_bf16(value) for key, value in kwargs.items()})
-    return torch.empty_strided(shaped.shape, shaped.stride(), dtype=args[0].dtype, device=args[0].device)
+        result = func(*map(as_bf16, args), **{key: as_bf16(value) for key, value in kwargs.items()})
+    return torch.empty_strided(result.shape, result.stride(), dtype=args[0].dtype, device=args[0].device)
 
 
 def _check_flash(capability: tuple[int, int], query: Any, key: Any, value: Any, *edges: Any) -> None:
@@ -501,10 +501,11 @@ def _check_flash(capability: tuple[int, int], query: Any, key: Any, value: Any, 
     _require(head % 8 == 0 and head <= 256, f"FlashAttention forward only supports head dimension 8 to 256, not {head}")
     _require(value.shape == key.shape and key.shape[-1] == head, "query, key and value must have the same head size")
     _require(
-        all(one.stride(-1) == 1 for one in (query, key, value)), "Input tensor must have contiguous last dimension"
+        all(tensor.stride(-1) == 1 for tensor in (query, key, value)),
+        "Input tensor must have contiguous last dimension",
     )
     _require(
-        all(one is None or (one.dtype == torch.int32 and one.device == query.device) for one in edges),
+        all(tensor is None or (tensor.dtype == torch.int32 and tensor.device == query.device) for tensor in edges),
         "cu_seqlens must be int32 tensors on the device of the query",
     )
 

@@ -119,22 +119,22 @@ def _iterate_frames(frame: FrameType | None) -> Iterator[_Line]:
 
 def _describe_location(lines: Iterator[_Line]) -> str:
     """Return the location of the innermost of ``lines``, innermost first."""
-    other = ""
+    foreign_location = ""
     for file, line, function in lines:
         if file.startswith(_PACKAGE):
             if not file.startswith(_SIMULATION):
-                own = f"{file[len(_PACKAGE) + 1 :]}:{line} {function}"
-                return f"{own} ({other})" if other else own
-        elif not other and (name := _look_up_name(file)):
-            other = f"{name}:{line} {function}"
-    return other or "outside the package"
+                location = f"{file[len(_PACKAGE) + 1 :]}:{line} {function}"
+                return f"{location} ({foreign_location})" if foreign_location else location
+        elif not foreign_location and (name := _look_up_name(file)):
+            foreign_location = f"{name}:{line} {function}"
+    return foreign_location or "outside the package"
 
 
 def _look_up_name(file: str) -> str:
     """Return a short name of a file of other code; empty for torch's, Python's own, and generated code."""
-    installed = next((file.partition(part)[2] for part in _INSTALLED if part in file), None)
-    if installed is not None:
-        return "" if installed.startswith("torch/") else installed
+    package_path = next((file.partition(part)[2] for part in _INSTALLED if part in file), None)
+    if package_path is not None:
+        return "" if package_path.startswith("torch/") else package_path
     return "" if file.startswith(("<", _STANDARD)) else Path(file).name
 
 
@@ -277,11 +277,11 @@ class CollectiveLog:
     def count_step(self, step: int) -> dict[str, tuple[int, int]]:
         """Return number and bytes by kind, of the passes and the update of a step."""
         sums: dict[str, list[int]] = {}
-        for (when, phase, one), count in self.counts.items():
+        for (when, phase, collective), count in self.counts.items():
             if step == when and phase in STEP_PHASES:
-                total = sums.setdefault(one.kind, [0, 0])
+                total = sums.setdefault(collective.kind, [0, 0])
                 total[0] += count
-                total[1] += count * one.bytes
+                total[1] += count * collective.bytes
         return {kind: (count, size) for kind, (count, size) in sorted(sums.items())}
 
 

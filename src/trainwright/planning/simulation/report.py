@@ -106,10 +106,10 @@ class Simulation:
                     f"  {phase:<12} {_format_bytes(self.memory.get(phase)):>12} "
                     f"{_format_bytes(self.planned_memory.get(phase)):>12}"
                 )
-        planned = max(self.planned_memory.values(), default=0)
-        off = f"; the plan is {planned / self.peak - 1:+.1%}" if self.peak and planned else ""
+        planned_bytes = max(self.planned_memory.values(), default=0)
+        off = f"; the plan is {planned_bytes / self.peak - 1:+.1%}" if self.peak and planned_bytes else ""
         yield (
-            f"  {'most':<12} {_format_bytes(self.peak):>12} {_format_bytes(planned):>12}  of "
+            f"  {'most':<12} {_format_bytes(self.peak):>12} {_format_bytes(planned_bytes):>12}  of "
             f"{format_bytes(self.card_bytes)}{off}"
         )
         yield ""

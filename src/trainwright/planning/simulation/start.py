@@ -101,24 +101,24 @@ class _Simulating:
         from trainwright.planning.simulation import device
         from trainwright.run import run_directory
 
-        card, each = self._cluster.card, self._cluster.devices_per_node
-        rank = device.Rank(device.SimulatedGpu(card.name, card.memory_bytes, card.capability, each))
+        card, devices_per_node = self._cluster.card, self._cluster.devices_per_node
+        rank = device.Rank(device.SimulatedGpu(card.name, card.memory_bytes, card.capability, devices_per_node))
         begin_activity("importing torch")
         logs = device.install(rank)
-        requested = self._recipe()
+        requested_recipe = self._recipe()
         begin_activity("planning")
-        recipe = self._resolve_recipe(self._make_plan(requested), requested)
+        recipe = self._resolve_recipe(self._make_plan(requested_recipe), requested_recipe)
         begin_activity("preparing the model and the data")
         with device.simulate_device(rank, logs):
-            failed = _try_part(lambda: device.prepare(recipe, find_cache_root()))
-        if failed is not None:
-            raise TrainingError(f"the simulated preparation failed: {failed}")
-        plan = self._make_plan(requested)  # with the lengths of the rows, which are known now
-        recipe = self._resolve_recipe(plan, requested)
+            failure = _try_part(lambda: device.prepare(recipe, find_cache_root()))
+        if failure is not None:
+            raise TrainingError(f"the simulated preparation failed: {failure}")
+        plan = self._make_plan(requested_recipe)  # with the lengths of the rows, which are known now
+        recipe = self._resolve_recipe(plan, requested_recipe)
         if not self._asked.force:
             plan.refuse_shortage()
         rank.world = int(recipe.parallel.processes)
-        rank.local = min(rank.world, each)
+        rank.local = min(rank.world, devices_per_node)
         run = self._directory / "run"
         run.mkdir()
         run_directory.record(run, run_directory.format_recipe(recipe), "simulated", (), plan.as_json())
@@ -164,8 +164,8 @@ class _Simulating:
 
 
 def _update_sections(recipe: RecipeSchema, **sections: dict[str, Any]) -> RecipeSchema:
-    changed = {name: getattr(recipe, name).model_copy(update=values) for name, values in sections.items()}
-    return recipe.model_copy(update=changed)
+    changed_sections = {name: getattr(recipe, name).model_copy(update=values) for name, values in sections.items()}
+    return recipe.model_copy(update=changed_sections)
 
 
 def _try_part(work: Callable[[], None]) -> str | None:
@@ -214,8 +214,8 @@ def fill_rows(recipe: RecipeSchema, directory: Path, notes: list[str]) -> Recipe
     if not recipe.has_texts or all(_is_here(source.source) for source in data.sources):
         return recipe
     keys = [key for key in recipe.spec.data_keys if key != "benchmark" and getattr(data, key) is not None]
-    changed: dict[str, Any] = {"validation": None if data.validation is None else 8, "limit": None, "format": "auto"}
-    changed["stages"] = changed["streaming"] = None
+    updates: dict[str, Any] = {"validation": None if data.validation is None else 8, "limit": None, "format": "auto"}
+    updates["stages"] = updates["streaming"] = None
     for key in keys:
         file = directory / f"{key}.jsonl"
         if key == "idk":
@@ -224,10 +224,12 @@ def fill_rows(recipe: RecipeSchema, directory: Path, notes: list[str]) -> Recipe
             kind = recipe.spec.rows(recipe, f"data.{key}")
             rows = (_build_row(kind, f"{key} {number}", data.max_length) for number in range(_MADE_UP_ROWS))
             file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        changed[key] = str(file)
+        updates[key] = str(file)
     notes.append(f"data: {data.name} is not here; {_MADE_UP_ROWS} full rows of {data.max_length} tokens instead")
-    written = {key: value for key, value in data.model_dump(exclude_unset=True).items() if key != "benchmark"}
-    return recipe.model_copy(update={"data": type(data).model_validate({"train": data.train, **written, **changed})})
+    recipe_values = {key: value for key, value in data.model_dump(exclude_unset=True).items() if key != "benchmark"}
+    return recipe.model_copy(
+        update={"data": type(data).model_validate({"train": data.train, **recipe_values, **updates})}
+    )
 
 
 def _is_here(source: str) -> bool:
@@ -284,8 +286,8 @@ def _select_known_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
     from trainwright.models.configuration import drop_ignored, list_keys
 
-    known = list_keys(CONFIG_MAPPING[config["model_type"]]) | {"model_type"}
-    return {key: value for key, value in drop_ignored(config).items() if key in known}
+    model_keys = list_keys(CONFIG_MAPPING[config["model_type"]]) | {"model_type"}
+    return {key: value for key, value in drop_ignored(config).items() if key in model_keys}
 
 
 MOST_RANKS = 16_384
@@ -392,9 +394,9 @@ def _compile_shim(root: Path, source: Path) -> Path:
     library = root / "lib"
     command = [compiler, "-std=c++20", "-shared", "-fPIC", f"-I{root / 'include'}", str(source), f"-L{library}"]
     command += ["-ltorch_cpu", "-lc10", f"-Wl,-rpath,{library}", "-o", str(scratch)]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    if done.returncode:
-        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if result.returncode:
+        first = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr.strip()[:200])
         raise MachineError(
             f"--simulate: {compiler} could not compile {source.name} for {read_installed_build().version}: {first}"
         )

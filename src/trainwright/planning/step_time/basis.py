@@ -87,13 +87,13 @@ def build_basis(machine: Machine, workload: Workload, doing: Callable[[str], Non
 
 def _describe_load(cores: int) -> str | None:
     """Return what the programs that use the cores of this machine now cost; None if it is little."""
-    others = measure_other_cores(_LOAD_SECONDS)
-    if others < _SMALL_LOAD:
+    load = measure_other_cores(_LOAD_SECONDS)
+    if load < _SMALL_LOAD:
         return None
     # A thread shares its core with another program, and all others wait for it.
-    slower = 1 + max(min(others, 1.0), others / cores)
+    slower = 1 + max(min(load, 1.0), load / cores)
     return (
-        f"the plan assumes that all {cores} cores are free; other programs use {others:.1f} of them now, with which a "
+        f"the plan assumes that all {cores} cores are free; other programs use {load:.1f} of them now, with which a "
         f"step takes about {slower:.1f} times as long"
     )
 
@@ -167,10 +167,10 @@ class Corrections:
 
     def errors(self) -> Errors | None:
         """Return the errors of corrected plans of such runs on this machine; None if there were too few."""
-        known = [run for run in self.runs.runs if (run.model, run.basis) == (self.model, self.basis)]
-        expected = [self.runs.correction(self.model, run.way, self.basis).seconds for run in known]
-        speed = estimate_interval(factor / run.seconds for factor, run in zip(expected, known, strict=True))
-        memory = estimate_interval(run.memory for run in known if run.memory)
+        similar_runs = [run for run in self.runs.runs if (run.model, run.basis) == (self.model, self.basis)]
+        factors = [self.runs.correction(self.model, run.way, self.basis).seconds for run in similar_runs]
+        speed = estimate_interval(factor / run.seconds for factor, run in zip(factors, similar_runs, strict=True))
+        memory = estimate_interval(run.memory for run in similar_runs if run.memory)
         return None if speed is None or memory is None else Errors(memory, speed, ("runs on this machine",))
 
 
@@ -190,11 +190,11 @@ def build_model_key(workload: Workload) -> str:
 
 def build_way_key(choice: Choice) -> str:
     """Return a key for how a workload is run."""
-    compiled = "compiled" if choice.compile else "eager"
+    mode = "compiled" if choice.compile else "eager"
     recompute = str(choice.activation_checkpointing)
     threads = "" if choice.threads is None else f"x{choice.threads}"
     processes = f"{choice.num_processes}{threads}"
-    return f"{choice.strategy} {choice.mixed_precision} {processes} {compiled} {recompute}"
+    return f"{choice.strategy} {choice.mixed_precision} {processes} {mode} {recompute}"
 
 
 MIXED: dict[str, MixedPrecision] = {"fp32": "no", "bf16": "bf16"}
@@ -223,9 +223,11 @@ def scale_to_measured_blocks(
             continue
         samples, typical = [nearest.curves[name].samples[-1] for name in names], in_step[precision]
         rates = setting_of(nearest.processes, nearest.threads)
-        expected = sum(estimate_block_seconds(one.sizes, name, rates) for one, name in zip(samples, names, strict=True))
+        expected_seconds = sum(
+            estimate_block_seconds(sample.sizes, name, rates) for sample, name in zip(samples, names, strict=True)
+        )
         seconds = sum(sample.seconds for sample in samples)
-        factor = min(_MOST, max(_LEAST, seconds / expected))
+        factor = min(_MOST, max(_LEAST, seconds / expected_seconds))
         in_step[precision] = replace(
             typical,
             products=typical.products * factor,
@@ -299,9 +301,9 @@ def build_measured_setting(
         return replace(rates, curves=curves, launch=launch, exchange=exchange)
     in_step = {
         precision: replace(
-            _IN_STEP, products=_find_product_factor(measured, precision), host=fitted.host * launch / _LAUNCH
+            _IN_STEP, products=_find_product_factor(measured, precision), host=measured_in_step.host * launch / _LAUNCH
         )
-        for precision, fitted in rates.in_step.items()
+        for precision, measured_in_step in rates.in_step.items()
     }
     return replace(rates, curves=curves, launch=launch, in_step=in_step, exchange=exchange)
 
@@ -376,9 +378,9 @@ def _scale_nearest_curve(
                 typical, real
             )  # of another number of cores
             return replace(real, coefficients=tuple(c * factor for c in real.coefficients))
-        scaled = _scale_curve(curve, _Factors.of(real, typical))
+        scaled_curve = _scale_curve(curve, _Factors.of(real, typical))
         exact = alike == name and curve.form == "table" and rates.processes == near.processes
-        return _insert_samples(scaled, real.samples) if exact and rates.threads == near.threads else scaled
+        return _insert_samples(scaled_curve, real.samples) if exact and rates.threads == near.threads else scaled_curve
     return curve
 
 
@@ -393,8 +395,8 @@ def _find_stand_in(name: str, curves: Mapping[str, Curve]) -> str | None:
     prefix = next((prefix for prefix in _LIKE if name.startswith(prefix)), None)
     if prefix is None:
         return None
-    other = _LIKE[prefix] if _LIKE[prefix] in curves else _LIKE[prefix] + name.removeprefix(prefix)
-    return other if other in curves else None
+    curve_name = _LIKE[prefix] if _LIKE[prefix] in curves else _LIKE[prefix] + name.removeprefix(prefix)
+    return curve_name if curve_name in curves else None
 
 
 def _compute_typical_seconds(curve: Curve, sizes_of: Curve) -> float:

@@ -111,8 +111,8 @@ class Rates:
         source = self.calibration or self.measurement
         if source is not None:
             processes = 1 if self.cluster.device == "cpu" else max(setting.processes for setting in source.settings)
-            if (measured := find_peak_rate(source, precision)) is not None:
-                return measured * devices / processes
+            if (rate := find_peak_rate(source, precision)) is not None:
+                return rate * devices / processes
         return None
 
     def collective(self, kind: CollectiveKind, size: float, group: Group) -> float:
@@ -120,10 +120,10 @@ class Rates:
         if group.ranks == 1 or not size:
             return 0.0
         setting = self.setting(group.per_node)
-        measured = setting.curves.get(f"collective/{kind}")
-        if group.nodes > 1 or measured is None:
+        curve = setting.curves.get(f"collective/{kind}")
+        if group.nodes > 1 or curve is None:
             return self._estimate_by_links(kind, size, group)
-        start, per_byte = measured.coefficients
+        start, per_byte = curve.coefficients
         (times, messages), (of_times, of_messages) = (
             count_ring_steps(kind, group.ranks),
             count_ring_steps(kind, setting.processes),
@@ -275,13 +275,13 @@ def build_nominal_setting(cluster: Cluster, processes: int, threads: int | None 
 def _build_gpu_rates(cluster: Cluster, processes: int) -> ProcessRates:
     card = cluster.card
     units = _UNITS.get((card.vendor, *card.capability), _OTHER_UNITS)
-    streamed = _STREAMED * card.memory_bandwidth
+    bandwidth = _STREAMED * card.memory_bandwidth
     curves: dict[str, Curve] = {}
     for precision, size in _BYTES.items():
         rate = _compute_sustained_rate(card, units, precision)
         if rate is None:
             continue
-        per_byte = size / streamed
+        per_byte = size / bandwidth
         wave = 2 * _TILE / (rate / _COMPUTE_UNITS) / 2  # half a wave of tiles is lost at the end, on average
         product = (_KERNEL, wave, 2 / (_USUAL_SHAPES * rate), per_byte, per_byte, per_byte)
         for layout in ("forward", "input", "weight"):
@@ -297,14 +297,14 @@ def _build_gpu_rates(cluster: Cluster, processes: int) -> ProcessRates:
             _add_attention(curves, precision, rates, _LENGTH_OF_HALF_RATE, suffix)
     for precision in ("fp32", "bf16", "fp16"):
         size = _BYTES[precision]
-        unpacked = _UNPACKED if card.memory_bandwidth > _HBM else 1.0
-        curves[f"traffic/{precision}/expansion"] = _build_line(_KERNEL, 1 / (unpacked * streamed))
+        unpack_factor = _UNPACKED if card.memory_bandwidth > _HBM else 1.0
+        curves[f"traffic/{precision}/expansion"] = _build_line(_KERNEL, 1 / (unpack_factor * bandwidth))
         for kind in ("copy", "elementwise", "reduction"):
-            curves[f"traffic/{precision}/{kind}"] = _build_line(_KERNEL, 1 / streamed)
+            curves[f"traffic/{precision}/{kind}"] = _build_line(_KERNEL, 1 / bandwidth)
         # Cast to fp32 if needed; maximum, differences, exponentials, sum, probabilities; the gradient written back.
-        copied = 2 * (size + 4) if size < 4 else 0
-        curves[f"loss/{precision}"] = _build_line(_KERNEL, (copied + 4 + 8 + 8 + 4 + 8) / streamed)
-    curves["optimizer"] = _build_line(_KERNEL, 28 / streamed)  # reads p, g, m, v; writes p, m, v; fp32 each
+        copy_bytes = 2 * (size + 4) if size < 4 else 0
+        curves[f"loss/{precision}"] = _build_line(_KERNEL, (copy_bytes + 4 + 8 + 8 + 4 + 8) / bandwidth)
+    curves["optimizer"] = _build_line(_KERNEL, 28 / bandwidth)  # reads p, g, m, v; writes p, m, v; fp32 each
     curves["host_optimizer"] = _build_line(_CORE_KERNEL, 28 * processes / _HOST_BYTES)
     for direction in ("to", "from"):
         curves[f"host/{direction}"] = _build_line(1e-5, 1 / (_HOST_COPIES * card.host_link.bandwidth))

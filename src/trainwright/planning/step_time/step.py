@@ -76,8 +76,8 @@ class StepTime:
 
     def as_json(self) -> dict[str, Any]:
         """Return the step time as JSON values."""
-        derived = ("seconds", "tokens_per_second", "mfu", "joules")
-        return {**asdict(self), **{name: getattr(self, name) for name in derived}}
+        derived_fields = ("seconds", "tokens_per_second", "mfu", "joules")
+        return {**asdict(self), **{name: getattr(self, name) for name in derived_fields}}
 
 
 def estimate_step_time(workload: Workload, choice: Choice, cluster: Cluster, rates: Rates) -> StepTime:
@@ -114,9 +114,11 @@ class _Step:
         self.batch = batch
         self.trace = workload.trace(choice, cluster, batch)
         self.parameters = build_inventory(self.trace, choice.width)
-        seen = _average_seen_pairs(workload) / count_seen_pairs(workload, None) if self.on_gpu and batch.packed else 1.0
+        seen_ratio = (
+            _average_seen_pairs(workload) / count_seen_pairs(workload, None) if self.on_gpu and batch.packed else 1.0
+        )
         vocabulary, tf32 = workload.facts.vocabulary, workload.tf32
-        self.pricing = Pricing(self.speeds, batch, choice.mixed_precision, self.on_gpu, vocabulary, tf32, seen)
+        self.pricing = Pricing(self.speeds, batch, choice.mixed_precision, self.on_gpu, vocabulary, tf32, seen_ratio)
 
     def time(self) -> StepTime:
         choice, passes_a_step = self.choice, self.choice.gradient_accumulation_steps
@@ -132,18 +134,18 @@ class _Step:
         embedding = (self._work(first.forward, backward=False), self._work(first.backward, backward=True))
         ends = sum((*embedding, self._head(units[-1])), DeviceWork())
         reference = self._reference()
-        passed = sum((*forward, *once), DeviceWork())
-        recomputed = sum(backward, DeviceWork()) - sum(once, DeviceWork())
+        pass_work = sum((*forward, *once), DeviceWork())
+        recomputation = sum(backward, DeviceWork()) - sum(once, DeviceWork())
         update = self._update()
-        computed = (passed + recomputed + ends + reference) * passes_a_step
+        total_work = (pass_work + recomputation + ends + reference) * passes_a_step
         exchange = Exchange(
             choice, self.rates, choice.width, self.per_node, self.speeds.overlap, self._count_block_matrices()
         )
         parts = {
-            "matrix products": passes_a_step * passed.products,
-            "attention": passes_a_step * passed.attention,
-            "memory-bound operations": passes_a_step * passed.traffic + update.estimate_accumulation(),
-            "recomputation": passes_a_step * recomputed.seconds,
+            "matrix products": passes_a_step * pass_work.products,
+            "attention": passes_a_step * pass_work.attention,
+            "memory-bound operations": passes_a_step * pass_work.traffic + update.estimate_accumulation(),
+            "recomputation": passes_a_step * recomputation.seconds,
             "loss and head": passes_a_step * ends.seconds,
             **({"reference": passes_a_step * reference.seconds} if self.trace.reference else {}),
             "optimizer": update.optimizer(),
@@ -155,8 +157,8 @@ class _Step:
                 sum(work.seconds for work in backward),
                 len(blocks),
             ),
-            "launches": self._estimate_launches(computed) if self.on_gpu else passes_a_step * passed.host,
-            "data": self._estimate_data(computed),
+            "launches": self._estimate_launches(total_work) if self.on_gpu else passes_a_step * pass_work.host,
+            "data": self._estimate_data(total_work),
         }
         peak, is_nominal = self._peak()
         return StepTime(
@@ -190,11 +192,11 @@ class _Step:
         compiled = self.choice.compile
         key = (id(part), self.per_node, self.choice.threads, self.pricing.precision, backward, compiled)
         # The cached value holds the pass, so that its id is not reused.
-        cached: tuple[PassTrace[int], DeviceWork] | None = self.rates.cache.get(key)
-        if cached is None:
-            cached = part, self.pricing.work(part.operations, backward=backward, compiled=compiled)
-            self.rates.cache[key] = cached
-        return cached[1]
+        entry: tuple[PassTrace[int], DeviceWork] | None = self.rates.cache.get(key)
+        if entry is None:
+            entry = part, self.pricing.work(part.operations, backward=backward, compiled=compiled)
+            self.rates.cache[key] = entry
+        return entry[1]
 
     def _head(self, unit: UnitTrace[int]) -> DeviceWork:
         """Return the work of the final norm, head and loss, forward and backward."""
@@ -289,8 +291,8 @@ def count_model_operations(workload: Workload) -> float:
 def _average_seen_pairs(workload: Workload) -> float:
     """Return the mean number of positions that a token attends to, over all blocks."""
     facts = workload.facts
-    seen = (1 - facts.windowed) * count_seen_pairs(workload, None)
-    return seen + facts.windowed * count_seen_pairs(workload, facts.window) if facts.windowed else seen
+    positions = (1 - facts.windowed) * count_seen_pairs(workload, None)
+    return positions + facts.windowed * count_seen_pairs(workload, facts.window) if facts.windowed else positions
 
 
 _EXPERT = re.compile(r"(^|\.)experts\.")
@@ -346,7 +348,7 @@ def _build_sequences(tokens: int, workload: Workload) -> tuple[tuple[int, int], 
     data_lengths = workload.lengths
     if not data_lengths or count < 2:
         return ((mean, count), (rest, 1)) if rest else ((mean, count),)
-    edges = [place * len(data_lengths) / count for place in range(count + 1)]
+    edges = [index * len(data_lengths) / count for index in range(count + 1)]
     typical = [_average_between(data_lengths, begin, end) for begin, end in pairwise(edges)]
     scale = tokens / sum(typical)
     ends = [round(scale * end) for end in accumulate(typical, initial=0.0)]

@@ -92,10 +92,10 @@ class Update:
         """Return the seconds of SOAP's products in fp32, of which every process computes all."""
         curve, seconds = self.pricing.curve("product", "fp32", "forward"), 0.0
         for (rows, columns), count in Counter(self.bases).items():
-            for side, other in ((rows, columns), (columns, rows)):
+            for side, other_side in ((rows, columns), (columns, rows)):
                 if list_preconditioned_sides((side,)):
-                    each = _PRODUCTS_OF_BASIS * curve.seconds(side, side, side) / REFRESHED
-                    seconds += count * (_PRODUCTS_OF_SIDE * curve.seconds(other, side, side) + each)
+                    refresh_seconds = _PRODUCTS_OF_BASIS * curve.seconds(side, side, side) / REFRESHED
+                    seconds += count * (_PRODUCTS_OF_SIDE * curve.seconds(other_side, side, side) + refresh_seconds)
         return seconds
 
     def _estimate_iterations(self, shape: tuple[int, int], together: int) -> float:
@@ -111,10 +111,10 @@ class Update:
         choice, passes = self.choice, self.choice.gradient_accumulation_steps
         elements, width = self.trainable, self.width
         master_width = self.width_between_steps
-        summed = self._traffic("elementwise", 3 * master_width * elements)
+        sum_seconds = self._traffic("elementwise", 3 * master_width * elements)
         if not choice.spec.shards:
             if width == master_width:  # autograd accumulates in place
-                seconds = (passes - 1) * summed
+                seconds = (passes - 1) * sum_seconds
             else:
                 first = self._traffic("elementwise", (width + master_width) * elements)
                 later = self._traffic("elementwise", (width + 2 * master_width) * elements)
@@ -189,10 +189,10 @@ class Update:
             if width != master_width
             else 0.0
         )
-        placed = self._traffic("copy", 2 * width * self.parameters)
+        copy_seconds = self._traffic("copy", 2 * width * self.parameters)
         laid_out = self._traffic("copy", (width + _FP32) * self.trainable)
-        added = self._traffic("elementwise", 3 * master_width * self.owned)
-        return gathers * (cast + placed) + laid_out + added
+        add_seconds = self._traffic("elementwise", 3 * master_width * self.owned)
+        return gathers * (cast + copy_seconds) + laid_out + add_seconds
 
     def _traffic(self, kind: str, size: float) -> float:
         """Return the seconds for ``size`` bytes read and written over all tensors, at their mean size."""
@@ -252,10 +252,10 @@ class Exchange:
                 seconds += times * self._all(collective.kind, width * sum(unit.trainable for unit in units))
         if all(collective.when != "passes" for collective in choice.spec.collectives):
             return seconds
-        sharded = self._sharded(units)
+        shard_seconds = self._sharded(units)
         if choice.replicate_size > 1:
-            sharded += self._estimate_over_replicas(units)
-        return seconds + sharded
+            shard_seconds += self._estimate_over_replicas(units)
+        return seconds + shard_seconds
 
     def estimate_updates(self, matrices: tuple[tuple[int, int], ...], width: int) -> float:
         """Return the seconds of exchanging ``matrices`` and their updates, in elements of ``width`` bytes.
@@ -267,7 +267,7 @@ class Exchange:
             return 0.0
         seconds = 0.0
         for owners in assign_matrices(matrices, choice.num_processes, on_gpu=width < _FP32):
-            sizes = [width * sum(matrices[n][0] * matrices[n][1] for n in owned) for owned in owners]
+            sizes = [width * sum(matrices[n][0] * matrices[n][1] for n in indices) for indices in owners]
             replicas = [sum(sizes[begin : begin + shards]) for begin in range(0, len(sizes), shards)]
             # In an all-to-all a rank sends each of the others its part; in an all-gather it passes all parts on.
             seconds += 2 * self.rates.collective("all_gather", max(replicas) / shards, self._build_group(shards))
@@ -295,9 +295,9 @@ class Exchange:
 
         Gradients outside the blocks come last, with no computation left to overlap.
         """
-        last, others = _FP32 * units[0].trainable, _FP32 * sum(unit.trainable for unit in units[1:])
-        bucket = self.choice.spec.bucket_bytes or max(1, others)
-        buckets, rest = divmod(others, bucket)
+        last, other_bytes = _FP32 * units[0].trainable, _FP32 * sum(unit.trainable for unit in units[1:])
+        bucket = self.choice.spec.bucket_bytes or max(1, other_bytes)
+        buckets, rest = divmod(other_bytes, bucket)
         before = buckets * self._all("all_reduce", bucket) + self._all("all_reduce", rest)
         computing = sum(unit.backward for unit in units[1:])
         return before - self.hidden * min(before, computing) + self._all("all_reduce", last)

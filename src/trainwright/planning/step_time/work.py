@@ -100,7 +100,7 @@ class Pricing:
 
     def work(self, operations: Iterable[Operation[int]], *, backward: bool, compiled: bool = False) -> DeviceWork:
         """Return the work of ``operations``, all of a forward or all of a backward pass."""
-        products = attention = traffic = expanded = 0.0
+        products = attention = traffic = expansion = 0.0
         unfused = fusible = 0
         for operation in operations:
             if operation.kind == "product":
@@ -120,7 +120,7 @@ class Pricing:
                     operation.kind, round((operation.read + operation.written) / operation.launches)
                 )
                 if operation.kind == "expansion" or operation.name == FUSED:
-                    expanded += seconds
+                    expansion += seconds
                     unfused += operation.launches
                 else:
                     traffic += seconds
@@ -132,7 +132,7 @@ class Pricing:
         return DeviceWork(
             more.products * products,
             more.attention * attention,
-            more.traffic * (traffic + expanded),
+            more.traffic * (traffic + expansion),
             0.0,
             more.host * launches,
             launches,

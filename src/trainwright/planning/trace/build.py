@@ -206,10 +206,10 @@ def _build_model(description: TracedModel, windows: tuple[int, int] | None = Non
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    given = json.loads(description.configuration)
-    fields = {key: value for key, value in drop_ignored(given).items() if key != "source_sha256"}
-    if given.get("model_type") == OWN:
-        fields["implementation"] = given["implementation"]
+    stored_config = json.loads(description.configuration)
+    fields = {key: value for key, value in drop_ignored(stored_config).items() if key != "source_sha256"}
+    if stored_config.get("model_type") == OWN:
+        fields["implementation"] = stored_config["implementation"]
     kind = fields.pop("model_type")
     register(kind)
     config = build_config(kind, fields, "model")
@@ -252,21 +252,23 @@ def _list_parts(config: Any) -> list[Any]:
 @lru_cache(maxsize=8)
 def read_model_facts(model: TracedModel) -> ModelFacts:
     """Return the facts of a model that do not depend on the device."""
-    made = _build_model(model)
-    text = made.config.get_text_config()
-    embedding, head = made.get_input_embeddings().weight, made.get_output_embeddings()
+    module = _build_model(model)
+    text = module.config.get_text_config()
+    embedding, head = module.get_input_embeddings().weight, module.get_output_embeddings()
     hidden, heads = embedding.shape[1], _read_number(text, "num_attention_heads")
     experts = max((_read_number(text, name) for name in _EXPERTS), default=0)
-    chosen = _read_number(text, "num_experts_per_tok") if experts else 0
-    stands_for = {key: math.prod(shape) for key, (shape, *_) in list_quantized(made).items()}
-    numel = {name: stands_for.get(id(p), p.numel()) for name, p in made.named_parameters()}
-    unused = sum(count for name, count in numel.items() if ".experts." in name) if chosen else 0
-    windows = [window for part in _list_parts(made.config) for name in _WINDOWS if (window := _read_number(part, name))]
+    experts_per_token = _read_number(text, "num_experts_per_tok") if experts else 0
+    stands_for = {key: math.prod(shape) for key, (shape, *_) in list_quantized(module).items()}
+    numel = {name: stands_for.get(id(p), p.numel()) for name, p in module.named_parameters()}
+    unused = sum(count for name, count in numel.items() if ".experts." in name) if experts_per_token else 0
+    windows = [
+        window for part in _list_parts(module.config) for name in _WINDOWS if (window := _read_number(part, name))
+    ]
     kinds = getattr(text, "layer_types", None) or []
     of_windows = sum("full" not in kind for kind in kinds) / len(kinds) if kinds else 1.0
     return ModelFacts(
-        family=str(made.config.model_type),
-        layers=len(find_blocks(made)),
+        family=str(module.config.model_type),
+        layers=len(find_blocks(module)),
         hidden=hidden,
         heads=heads,
         key_value_heads=_read_number(text, "num_key_value_heads") or heads,
@@ -276,12 +278,12 @@ def read_model_facts(model: TracedModel) -> ModelFacts:
         positions=_read_number(text, "max_position_embeddings"),
         tied=head is not None and head.weight is embedding,
         total=sum(numel.values()),
-        active=sum(numel.values()) - (unused - unused * chosen // experts if experts else 0),
+        active=sum(numel.values()) - (unused - unused * experts_per_token // experts if experts else 0),
         window=min(windows, default=0),
         windowed=of_windows if windows else 0.0,
-        attention=_list_attention(made),
+        attention=_list_attention(module),
         experts=experts,
-        experts_per_token=chosen,
+        experts_per_token=experts_per_token,
     )
 
 
@@ -294,7 +296,9 @@ def _list_attention(model: Any) -> tuple[LayerAttention, ...]:
         needs = list(needs_of(CausalLM(model, packed=False, kernels="eager"), torch.float32, 2**62))
     except AttributeError:
         return ()
-    return tuple(LayerAttention(*(getattr(each, name) for name in LayerAttention._fields)) for each in needs)
+    return tuple(
+        LayerAttention(*(getattr(layer_needs, name) for name in LayerAttention._fields)) for layer_needs in needs
+    )
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -343,8 +347,8 @@ def _pad_row(row: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def _divide_evenly(total: int, parts: int) -> tuple[int, ...]:
-    each: Sequence[int] = [total // parts] * (parts - 1)
-    return (*each, total - sum(each))
+    equal_shares: Sequence[int] = [total // parts] * (parts - 1)
+    return (*equal_shares, total - sum(equal_shares))
 
 
 def list_quantized(model: nn.Module) -> dict[int, tuple[tuple[int, ...], int, int]]:
@@ -392,9 +396,9 @@ def _compute_gpu_attention(
     if kernel.memory == "sequences" and call.grouped and call.is_plain and are_equal(call):  # see equal_sequences
         group = query.shape[1] // key.shape[1]
         call = call._replace(key=key.repeat_interleave(group, dim=1), value=value.repeat_interleave(group, dim=1))
-    padded = call.padded(*kernel.widths(query.shape[-1], value.shape[-1]))
+    padded_call = call.padded(*kernel.widths(query.shape[-1], value.shape[-1]))
     compute = varlen if kernel.memory == "flash" else attend_by_sequence
-    return call.cut(compute(padded, sequences)), None
+    return call.cut(compute(padded_call, sequences)), None
 
 
 def compute_gpu_workspace(func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
@@ -406,8 +410,8 @@ def compute_gpu_workspace(func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
     if "varlen" in name:  # of [T, H, D]; keys' gradients for every head of the queries
         tokens, heads, size = query.shape
         sums = 4 * heads * (tokens + 128 * _SEQUENCES)
-        expanded = 2 * query.nbytes if key.shape[1] != heads else 0
-        return list_temporary_changes(int(sums * (-(-size // 32) * 32 + 1) + expanded))
+        expansion_bytes = 2 * query.nbytes if key.shape[1] != heads else 0
+        return list_temporary_changes(int(sums * (-(-size // 32) * 32 + 1) + expansion_bytes))
     rows = query.numel() // query.shape[-1]
     return list_temporary_changes(int(4 * rows * (1 if query.element_size() == 4 else 1 + query.shape[-1])))
 

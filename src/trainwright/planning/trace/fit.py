@@ -37,12 +37,12 @@ class Fitter:
         self._columns: list[int] = []
         for column in range(self._shapes.shape[1]):
             values = self._shapes[:, column]
-            seen = any(_are_multiples(values, self._shapes[:, other]) for other in self._columns)
-            if values.any() and not seen:
+            is_multiple = any(_are_multiples(values, self._shapes[:, other_column]) for other_column in self._columns)
+            if values.any() and not is_multiple:
                 self._columns.append(column)
         # By the number of terms: their columns, the shapes scaled by the largest, its factors, and the inverses.
-        most = min(_MOST_TERMS, len(shapes) - 1, len(self._columns))
-        self._systems = [self._system(terms) for terms in range(1, most + 1)]
+        term_limit = min(_MOST_TERMS, len(shapes) - 1, len(self._columns))
+        self._systems = [self._system(terms) for terms in range(1, term_limit + 1)]
         self._found: dict[tuple[int, ...], Values] = {}
 
     def __call__(self, numbers: Sequence[int]) -> Values:
@@ -54,19 +54,19 @@ class Fitter:
 
     def _system(self, terms: int) -> tuple[npt.NDArray[np.intp], Values, Values, Values]:
         columns = np.array([*itertools.combinations(self._columns, terms)], dtype=np.intp)
-        chosen = self._shapes[:, columns].transpose(1, 0, 2)
-        largest = chosen.max(1)
-        scaled = chosen / largest[:, None]
-        return columns, scaled, largest, np.linalg.pinv(scaled)
+        selection = self._shapes[:, columns].transpose(1, 0, 2)
+        largest = selection.max(1)
+        scaled_shapes = selection / largest[:, None]
+        return columns, scaled_shapes, largest, np.linalg.pinv(scaled_shapes)
 
     def _fitted(self, numbers: Values) -> Values:
         best, nearest = np.zeros(self._shapes.shape[1]), np.inf
         if not numbers.any():
             return best[: len(BASIS)]
         exact = _EXACT * np.abs(numbers).max()
-        for columns, scaled, largest, inverses in self._systems:
+        for columns, scaled_shapes, largest, inverses in self._systems:
             solutions = inverses @ numbers
-            errors = np.abs((scaled @ solutions[..., None])[..., 0] - numbers).max(1)
+            errors = np.abs((scaled_shapes @ solutions[..., None])[..., 0] - numbers).max(1)
             errors[(errors > exact) & (solutions * numbers[0] < 0).any(1)] = np.inf
             number = int((errors <= exact).argmax() if (errors <= exact).any() else errors.argmin())
             if errors[number] < nearest:
@@ -89,8 +89,8 @@ def _are_multiples(a: Values, b: Values) -> bool:
 
 def _round_values(values: Values) -> Values:
     """Return values without the errors of solving, as most sizes are whole numbers of bytes."""
-    rounded = values.round(6)
-    return np.where(np.abs(rounded - values) < 1e-6 * np.maximum(1, np.abs(values)), rounded, values)
+    rounded_values = values.round(6)
+    return np.where(np.abs(rounded_values - values) < 1e-6 * np.maximum(1, np.abs(values)), rounded_values, values)
 
 
 def fit_pass(segments: Sequence[Segment], fitter: Fitter, natural: Values) -> PassTrace[Size]:
@@ -100,25 +100,25 @@ def fit_pass(segments: Sequence[Segment], fitter: Fitter, natural: Values) -> Pa
         natural: maps coefficients to those of terms that are never negative.
     """
     remaining = [list(segment.remaining.values()) for segment in segments]
-    saved: list[Size] = []
-    if segments[0].direction == "forward" and len({len(one) for one in remaining}) == 1:
-        saved = [_convert_size(fitter(sizes)) for sizes in zip(*remaining, strict=True)]
+    saved_sizes: list[Size] = []
+    if segments[0].direction == "forward" and len({len(sizes) for sizes in remaining}) == 1:
+        saved_sizes = [_convert_size(fitter(sizes)) for sizes in zip(*remaining, strict=True)]
     return PassTrace(
         tuple(_fit_moments([segment.events for segment in segments], fitter, natural)),
         tuple(_merge_operations([segment.done for segment in segments], fitter)),
-        tuple(saved),
+        tuple(saved_sizes),
     )
 
 
 def _fit_moments(events: Sequence[Sequence[MemoryEvent]], fitter: Fitter, natural: Values) -> list[Moment[Size]]:
     moments: list[Moment[Size]] = []
     live = np.zeros(len(BASIS))
-    parts = [_split_at_gradients(one) for one in events]
-    names = [[gradient for _, gradient in one] for one in parts]
-    if any(one != names[0] for one in names):  # in another order: all at the end
-        parts, names = [[(list(one), "")] for one in events], [[""]]
+    parts = [_split_at_gradients(trace) for trace in events]
+    names = [[gradient for _, gradient in trace] for trace in parts]
+    if any(trace != names[0] for trace in names):  # in another order: all at the end
+        parts, names = [[(list(trace), "")] for trace in events], [[""]]
     for number, name in enumerate(names[0]):
-        lines = [one[number][0] for one in parts]
+        lines = [trace[number][0] for trace in parts]
         candidates, live = _fit_high_points(lines, live, fitter)
         moments.append(Moment(name, _select_largest(candidates, natural), _convert_size(live)))
     return moments
@@ -126,12 +126,12 @@ def _fit_moments(events: Sequence[Sequence[MemoryEvent]], fitter: Fitter, natura
 
 def _split_at_gradients(events: Sequence[MemoryEvent]) -> list[tuple[list[MemoryEvent], str]]:
     parts: list[tuple[list[MemoryEvent], str]] = []
-    begun = 0
+    begin = 0
     for index, event in enumerate(events):
         if event.kind == "gradient":
-            parts.append((list(events[begun : index + 1]), event.of))
-            begun = index + 1
-    return [*parts, (list(events[begun:]), "")]
+            parts.append((list(events[begin : index + 1]), event.of))
+            begin = index + 1
+    return [*parts, (list(events[begin:]), "")]
 
 
 def _fit_high_points(
@@ -161,12 +161,12 @@ def _select_largest(candidates: Sequence[Values], natural: Values) -> tuple[Size
     """Return the candidates that are the largest for some batch."""
     unique = np.unique(np.array(candidates).round(6), axis=0)
     plain = unique @ natural
-    kept = [
+    indices = [
         index
-        for index, one in enumerate(plain)
-        if not any((other >= one).all() and (other > one).any() for other in plain)
+        for index, row in enumerate(plain)
+        if not any((other_row >= row).all() and (other_row > row).any() for other_row in plain)
     ]
-    return tuple(_convert_size(unique[index]) for index in kept)
+    return tuple(_convert_size(unique[index]) for index in indices)
 
 
 def _convert_size(values: Values) -> Size:
@@ -178,29 +178,29 @@ def _convert_size(values: Values) -> Size:
 
 def _merge_operations(done: Sequence[Sequence[Done]], fitter: Fitter) -> list[Operation[Size]]:
     """Return equal operations merged. Those of a loop of the loss stand for all of its iterations."""
-    lines = [[one for one in line if _is_representative(one.scope)] for line in done]
-    labels = [[one[:5] for one in line] for line in lines]
-    found: dict[tuple[Any, ...], list[Values]] = {}
+    lines = [[item for item in line if _is_representative(item.scope)] for line in done]
+    labels = [[item[:5] for item in line] for line in lines]
+    values_by_key: dict[tuple[Any, ...], list[Values]] = {}
     if all(line == labels[0] for line in labels):
         for same in zip(*lines, strict=True):
-            sizes = [fitter(numbers) for numbers in zip(*(one.sizes for one in same), strict=True)]
-            each, totals = sizes[:4], _sum_loop(same[0].scope, sizes[4:])
+            sizes = [fitter(numbers) for numbers in zip(*(item.sizes for item in same), strict=True)]
+            dimensions, totals = sizes[:4], _sum_loop(same[0].scope, sizes[4:])
             launches = _sum_loop(same[0].scope, [_build_unit_vector("1")])[0]
-            key = (*same[0][:2], *same[0][3:5], *(tuple(size) for size in each), same[0].scope)
-            _add(found, key, each, [launches, *totals])
+            key = (*same[0][:2], *same[0][3:5], *(tuple(size) for size in dimensions), same[0].scope)
+            _add(values_by_key, key, dimensions, [launches, *totals])
     else:
-        counts = [Counter(one[:5] for one in line) for line in lines]
+        counts = [Counter(item[:5] for item in line) for line in lines]
         for label in dict.fromkeys(label for count in counts for label in count):
-            alike = [[one.sizes for one in line if one[:5] == label] for line in lines]
-            largest = [fitter([max((sizes[i] for sizes in one), default=0) for one in alike]) for i in range(4)]
-            sums = [fitter([sum(sizes[i] for sizes in one) for one in alike]) for i in range(4, 7)]
+            alike = [[item.sizes for item in line if item[:5] == label] for line in lines]
+            largest = [fitter([max((sizes[i] for sizes in item), default=0) for item in alike]) for i in range(4)]
+            sums = [fitter([sum(sizes[i] for sizes in item) for item in alike]) for i in range(4, 7)]
             launches = fitter([count[label] for count in counts])
-            _add(found, (*label[:2], *label[3:5], label[2]), largest, [launches, *sums])
-    made: list[Operation[Size]] = []
-    for key, sums in found.items():
+            _add(values_by_key, (*label[:2], *label[3:5], label[2]), largest, [launches, *sums])
+    operations: list[Operation[Size]] = []
+    for key, sums in values_by_key.items():
         m, n, k, times, count, flops, read, written = map(_convert_size, sums)
-        made.append(Operation(key[0], key[1], count, m, n, k, times, flops, read, written, key[2], key[3]))
-    return made
+        operations.append(Operation(key[0], key[1], count, m, n, k, times, flops, read, written, key[2], key[3]))
+    return operations
 
 
 def _add(
@@ -226,15 +226,15 @@ def _sum_iterations(scope: str, size: Values) -> Values:
     if scope in ("", "chunk0", "chunk1"):
         return size
     result = size.copy()
-    one, chunk, block = (_INDEX[name] for name in ("1", "chunk", "block"))
+    constant, chunk, block = (_INDEX[name] for name in ("1", "chunk", "block"))
     if scope == "chunk2":  # all but the first two, the second of which converts the sum of gradients
-        result[_INDEX["chunks"]] += size[one]
+        result[_INDEX["chunks"]] += size[constant]
         result[_INDEX["targets"]] += size[chunk]
-        result[one], result[chunk] = 0 - 2 * size[one], 0 - 2 * size[chunk]
+        result[constant], result[chunk] = 0 - 2 * size[constant], 0 - 2 * size[chunk]
         return result
-    result[_INDEX["blocks"]] += size[one]
+    result[_INDEX["blocks"]] += size[constant]
     result[_INDEX["targets"]] += size[block]
-    result[one] = result[block] = 0
+    result[constant] = result[block] = 0
     return result
 
 

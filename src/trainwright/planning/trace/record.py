@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
         Their workspaces, of sequences of any length, are small beside that, and no polynomials of a batch. Results of
         a sequence live until the next one's do: those of the longest two, which are the last of a traced pack, at most.
         """
-        done, workspace = len(self.segments[-1].done), self._workspace
+        done_count, workspace = len(self.segments[-1].done), self._workspace
         *tensors, edges, scale = args
         self._workspace = lambda *_: ()
         try:
@@ -158,7 +158,7 @@ class Recorder(TorchDispatchMode):
                 out = of_ours(*tensors, edges[-3:], scale)
         finally:
             self._workspace = workspace
-        del self.segments[-1].done[done:]
+        del self.segments[-1].done[done_count:]
         return out
 
     def _is_gradient_addition(self, func: Any, args: Any) -> bool:
@@ -243,8 +243,8 @@ def _describe_operation(
     if func.namespace == "trainwright":  # it returns what is new, and may write what it reads
         name = FUSED
         read, written = (size * _PASSES.get(operator.removesuffix("_backward"), 1) for size in (read, written))
-        changed = (x for x, of in zip(args, func._schema.arguments, strict=False) if of.is_write)
-        written += sum(x.numel() * x.element_size() for x in changed)
+        changed_tensors = (x for x, of in zip(args, func._schema.arguments, strict=False) if of.is_write)
+        written += sum(x.numel() * x.element_size() for x in changed_tensors)
     m = n = k = times = flops = 0
     kind: OperationKind = "elementwise"
     if "attention" in operator or "attn" in operator or "flash" in operator:
@@ -331,21 +331,21 @@ class Storages:
     def follow(self, storage: torch.UntypedStorage) -> int:
         """Return the bytes by which a storage has grown since it was last seen: all of a new one."""
         key, size = id(storage), -(-storage.nbytes() // self._block) * self._block
-        followed = self._storages.get(key)
-        if followed is None:
-            followed = _Storage(weakref.finalize(storage, self._release, key), 0)
-        elif followed.finalizer is None:
+        entry = self._storages.get(key)
+        if entry is None:
+            entry = _Storage(weakref.finalize(storage, self._release, key), 0)
+        elif entry.finalizer is None:
             return 0
-        self._storages[key] = followed._replace(size=size)
-        return size - followed.size
+        self._storages[key] = entry._replace(size=size)
+        return size - entry.size
 
     def forget(self, storage: torch.UntypedStorage) -> int:
         """Stop following a storage, and return its bytes; 0 if it is not followed."""
-        followed = self._storages.get(id(storage))
-        if followed is None or followed.finalizer is None or followed.finalizer.detach() is None:
+        entry = self._storages.get(id(storage))
+        if entry is None or entry.finalizer is None or entry.finalizer.detach() is None:
             return 0
         self._storages[id(storage)] = _Storage(None, 0)
-        return followed.size
+        return entry.size
 
     def __contains__(self, storage: torch.UntypedStorage) -> bool:
         return id(storage) in self._storages

@@ -84,17 +84,17 @@ def write_value(key: str, value: Any) -> None:
 
 def write_archive(file: Path, models: Mapping[str, Mapping[str, Any]]) -> None:
     """Write an archive of traces, as ``as_json`` gives them, by the name of their model."""
-    written = file.with_suffix(".new")  # others may read the archive
-    with ZipFile(written, "w", ZIP_DEFLATED, compresslevel=9) as archive:
+    new_file = file.with_suffix(".new")  # others may read the archive
+    with ZipFile(new_file, "w", ZIP_DEFLATED, compresslevel=9) as archive:
         archive.writestr(_VERSIONS, json.dumps(read_versions()))
         for name, of_model in models.items():
             tables = _Tables()
             values = {key: _convert_trace(from_json(trace), tables) for key, trace in of_model.items()}
             values[_TABLES] = tables.as_json()
             archive.writestr(name, json.dumps(values, separators=(",", ":")))
-    written.replace(file)
-    for cached in (_open_archive, _list_archived, _read_archived_model):
-        cached.cache_clear()
+    new_file.replace(file)
+    for cached_function in (_open_archive, _list_archived, _read_archived_model):
+        cached_function.cache_clear()
 
 
 def read_archive() -> dict[str, dict[str, Any]]:
@@ -149,8 +149,8 @@ class _Tables:
         moments = tuple((m.gradient, tuple(map(self.size, m.live)), self.size(m.after)) for m in part.moments)
         keys = ((o.kind, o.name, *map(self.size, o[2:10]), o.width, o.generation) for o in part.operations)
         operations = tuple(self.operations.setdefault(key, len(self.operations)) for key in keys)
-        saved = tuple(map(self.size, part.saved))
-        return self.parts.setdefault((moments, operations, saved), len(self.parts))
+        saved_sizes = tuple(map(self.size, part.saved))
+        return self.parts.setdefault((moments, operations, saved_sizes), len(self.parts))
 
     def as_json(self) -> dict[str, Any]:
         return {name: [*getattr(self, name)] for name in ("sizes", "operations", "parts")}
@@ -185,11 +185,11 @@ def from_json(values: Mapping[str, Any], generation: int = 2) -> ModelTrace[Size
 
     @cache
     def part(number: int) -> PassTrace[Size]:
-        moments, numbers, saved = values["parts"][number]
+        moments, numbers, saved_sizes = values["parts"][number]
         return PassTrace(
             tuple(Moment(name, tuple(sizes[i] for i in live), sizes[after]) for name, live, after in moments),
             tuple(map(operation, numbers)),
-            tuple(sizes[i] for i in saved),
+            tuple(sizes[i] for i in saved_sizes),
         )
 
     units = tuple(

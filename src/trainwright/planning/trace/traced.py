@@ -112,8 +112,8 @@ def _trace(request: TraceRequest, regime: Regime) -> Any:
 
     if torch.accelerator.current_accelerator() is None:
         return values()
-    if (traced := _run_in_child(lambda: values() if _can_run_backward() else None)) is not None:
-        return traced
+    if (result := _run_in_child(lambda: values() if _can_run_backward() else None)) is not None:
+        return result
     if not _can_run_backward():
         raise MachineError(
             "this process was forked from one that has run a backward pass on a device, so torch can run none in it "
@@ -199,12 +199,14 @@ def normalize_request(request: TraceRequest, regime: Regime) -> TraceRequest:
         return dataclasses.replace(request, recompute=recompute, device=dataclasses.replace(request.device, amx=True))
     dtype: Dtype = "fp32" if request.width == 4 else "bf16"
     rows, device = request.rows, request.device
-    here = _choose_kernels(request, device, longest)
+    device_kernels = _choose_kernels(request, device, longest)
     for typical in (_GPU, _WITHOUT_FLASH):
-        there = _choose_kernels(dataclasses.replace(request, dtype=dtype), typical, longest)
-        if [(one.memory, one.widths(256, 256)) for one in here] == [(o.memory, o.widths(256, 256)) for o in there]:
+        typical_kernels = _choose_kernels(dataclasses.replace(request, dtype=dtype), typical, longest)
+        if [(kernel.memory, kernel.widths(256, 256)) for kernel in device_kernels] == [
+            (o.memory, o.widths(256, 256)) for o in typical_kernels
+        ]:
             device = dataclasses.replace(typical, fused=device.fused)
-            rows = "packed" if here and all(kernel.memory == "flash" for kernel in here) else rows
+            rows = "packed" if device_kernels and all(kernel.memory == "flash" for kernel in device_kernels) else rows
             break
     return dataclasses.replace(request, recompute=recompute, dtype=dtype, rows=rows, device=device, hooked=False)
 
@@ -276,4 +278,4 @@ def _select_differing(value: Any) -> Any:
     if not dataclasses.is_dataclass(value):
         return value
     fields = ((field, getattr(value, field.name)) for field in dataclasses.fields(value))
-    return {field.name: _select_differing(known) for field, known in fields if known != field.default}
+    return {field.name: _select_differing(field_value) for field, field_value in fields if field_value != field.default}

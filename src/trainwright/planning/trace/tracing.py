@@ -100,9 +100,9 @@ def _trace_at_scale(
             division.recorder = recorders[-1]
             _run(request, built, recorders[-1], division, sample, batch)
     running = sorted({EMBEDDING, *division.stand_in, len(built.blocks)})
-    merged = [_group_by_unit(recorder.segments, running) for recorder in recorders]
-    result = _build_trace(request, built, division, recorders[0], merged, shapes, running)
-    return result, _measure_error(result, running, merged, shapes)
+    merged_segments = [_group_by_unit(recorder.segments, running) for recorder in recorders]
+    result = _build_trace(request, built, division, recorders[0], merged_segments, shapes, running)
+    return result, _measure_error(result, running, merged_segments, shapes)
 
 
 def _measure_error(
@@ -118,12 +118,12 @@ def _measure_error(
         for number, unit in zip(numbers, made.units, strict=True):
             for direction in _DIRECTIONS:
                 moments = getattr(unit, direction).moments
-                most, last = _find_most_and_last(segments.get((number, direction), Segment(number, direction)))
-                planned = max(
+                peak, last = _find_most_and_last(segments.get((number, direction), Segment(number, direction)))
+                planned_bytes = max(
                     (evaluate_polynomial(size, values) for moment in moments for size in moment.live), default=0.0
                 )
                 after = evaluate_polynomial(moments[-1].after, values) if moments else 0.0
-                high, error = max(high, most), max(error, abs(planned - most), abs(after - last))
+                high, error = max(high, peak), max(error, abs(planned_bytes - peak), abs(after - last))
         worst = max(worst, error / high)
     return worst
 
@@ -134,14 +134,14 @@ def _find_most_and_last(segment: Segment) -> tuple[int, int]:
 
 
 def _make_fake(built: Built, division: Division) -> Built:
-    made = to_fake(built.lm, [block for n, block in enumerate(built.blocks) if division.stand_in[n] != n])
-    return built._replace(names={made.get(id(p), p): name for p, name in built.names.items()})
+    fakes = to_fake(built.lm, [block for n, block in enumerate(built.blocks) if division.stand_in[n] != n])
+    return built._replace(names={fakes.get(id(p), p): name for p, name in built.names.items()})
 
 
 def _run(
     request: TraceRequest, built: Built, recorder: Recorder, division: Division, sample: BatchSample, batch: Batch
 ) -> None:
-    lm, head, wanted, on_gpu = built.lm, len(built.blocks), request.model, request.device.is_gpu
+    lm, head, traced_model, on_gpu = built.lm, len(built.blocks), request.model, request.device.is_gpu
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -153,11 +153,13 @@ def _run(
             lm.eval()
             division.begin(EMBEDDING, "evaluation")
             with torch.no_grad():
-                lm(batch, statistics=True) if wanted.objective != "hidden" else _compute_loss(lm, wanted, batch)
+                lm(batch, statistics=True) if traced_model.objective != "hidden" else _compute_loss(
+                    lm, traced_model, batch
+                )
             recorder.segments.append(Segment(head, "evaluation"))
             lm.train()
             division.begin(EMBEDDING, "forward")
-            total = _compute_loss(lm, wanted, batch) / batch.weight
+            total = _compute_loss(lm, traced_model, batch) / batch.weight
             division.begin(head, "backward")
             total.backward()
             del total
@@ -195,8 +197,8 @@ def _choose_workspace(request: TraceRequest, part: int) -> Any:
         if name == "_scaled_mm_v2":  # of float8: each operand in fp32, then scaled; the product, then rounded
             (m, k), n = args[0].shape, args[1].shape[1]
             first, second, result = 4 * m * k, 4 * k * n, 6 * m * n
-            scaled = first, first, -first, second, second, -second
-            return k * n, *scaled, result, -result, -second, -first, -k * n
+            scaled_operands = first, first, -first, second, second, -second
+            return k * n, *scaled_operands, result, -result, -second, -first, -k * n
         if name == "block_product":
             return _list_block_bytes(args)
         return blocked.compute_workspace(name, args, part)
@@ -241,7 +243,7 @@ def _build_trace(
     units = []
     for unit in running:
         forward, backward, evaluation = (
-            fit_pass([one.get(key, Segment(*key)) for one in merged], fitter, natural)
+            fit_pass([segments.get(key, Segment(*key)) for segments in merged], fitter, natural)
             for key in [(unit, direction) for direction in _DIRECTIONS]
         )
         units.append(UnitTrace(parameters[unit], forward, backward, evaluation))
@@ -261,21 +263,23 @@ def _group_by_unit(segments: list[Segment], running: Sequence[int]) -> dict[_Key
     What others have released while they only copied their input is of the last block that runs. In a run each block
     releases what the one before it left, and the head that of the last one.
     """
-    merged: dict[_Key, Segment] = {}
-    left: Counter[Direction] = Counter()
+    merged_segments: dict[_Key, Segment] = {}
+    remaining_bytes: Counter[Direction] = Counter()
     for segment in segments:
         if segment.unit not in running:
-            left[segment.direction] -= sum(map(_compute_change, segment.events))
+            remaining_bytes[segment.direction] -= sum(map(_compute_change, segment.events))
             continue
-        combined = merged.setdefault((segment.unit, segment.direction), Segment(segment.unit, segment.direction))
-        combined.events += segment.events
-        combined.done += segment.done
-        combined.remaining |= segment.remaining
-    for direction, size in left.items():
+        merged_segment = merged_segments.setdefault(
+            (segment.unit, segment.direction), Segment(segment.unit, segment.direction)
+        )
+        merged_segment.events += segment.events
+        merged_segment.done += segment.done
+        merged_segment.remaining |= segment.remaining
+    for direction, size in remaining_bytes.items():
         if size > 0 and direction != "backward":
-            head = merged.setdefault((running[-1], direction), Segment(running[-1], direction))
+            head = merged_segments.setdefault((running[-1], direction), Segment(running[-1], direction))
             head.events.insert(0, MemoryEvent("released", size))
-    return merged
+    return merged_segments
 
 
 def _compute_change(event: MemoryEvent) -> int:
@@ -287,14 +291,14 @@ def group_parameters(built: Built, first: list[nn.Parameter]) -> dict[int, tuple
     before = {id(parameter) for parameter in first}
     units = {id(p): number for number, block in reversed([*enumerate(built.blocks)]) for p in block.parameters()}
     smaller = list_quantized(built.lm)
-    listed: dict[int, list[TracedParameter]] = {n: [] for n in range(EMBEDDING, len(built.blocks) + 1)}
+    parameters_by_unit: dict[int, list[TracedParameter]] = {n: [] for n in range(EMBEDDING, len(built.blocks) + 1)}
     for parameter, name in built.names.items():
         outside = EMBEDDING if id(parameter) in before else len(built.blocks)
-        shape, packed, buffers = smaller.get(id(parameter), (tuple(parameter.shape), 0, 0))
-        listed[units.get(id(parameter), outside)].append(
-            TracedParameter(name, shape, parameter.requires_grad, parameter.element_size(), packed, buffers)
+        shape, packed_bytes, buffers = smaller.get(id(parameter), (tuple(parameter.shape), 0, 0))
+        parameters_by_unit[units.get(id(parameter), outside)].append(
+            TracedParameter(name, shape, parameter.requires_grad, parameter.element_size(), packed_bytes, buffers)
         )
-    return {unit: tuple(parameters) for unit, parameters in listed.items()}
+    return {unit: tuple(parameters) for unit, parameters in parameters_by_unit.items()}
 
 
 # Bytes that the state of the CPU's random numbers takes, which recomputation keeps.
@@ -345,13 +349,13 @@ class Division:
         direction: Direction = "forward" if torch.is_grad_enabled() else "evaluation"
         hidden = list_tensors((args, kwargs))[0]
         self.begin(number, direction)
-        other = self.stand_in[number]
-        state = self._state[number] if direction == "forward" and other == number else 0
+        stand_in = self.stand_in[number]
+        state = self._state[number] if direction == "forward" and stand_in == number else 0
         self.recorder.change(state)
         if hidden.requires_grad:
             hidden.register_hook(lambda _: self._ended(number, state))
-        if other != number:
-            rest = self._rest[other]
+        if stand_in != number:
+            rest = self._rest[stand_in]
             output = hidden.clone() if rest is None else (hidden.clone(), *[None] * rest)
         else:
             output = forward(*args, **kwargs)
@@ -381,21 +385,21 @@ def to_fake(module: nn.Module, leave: Sequence[nn.Module]) -> dict[int, nn.Param
     Args:
         leave: modules that do not run.
     """
-    left = {id(part) for one in leave for part in one.modules()}
-    made: dict[int, Any] = {}
+    excluded_ids = {id(part) for submodule in leave for part in submodule.modules()}
+    fakes: dict[int, Any] = {}
     old_ones = []  # so that no identity is used twice
     for part in module.modules():
-        if id(part) in left:
+        if id(part) in excluded_ids:
             continue
         for name, old in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
             if not old.is_meta:
                 continue
             old_ones.append(old)
-            if id(old) not in made:
+            if id(old) not in fakes:
                 new = torch.empty_like(old, device="cpu")
-                made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-            setattr(part, name, made[id(old)])
-    return made
+                fakes[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+            setattr(part, name, fakes[id(old)])
+    return fakes
 
 
 @contextmanager
@@ -449,10 +453,12 @@ def trace_without_passes(model: TracedModel) -> ModelTrace[Size]:
     Raises:
         RequestError: the model cannot be made, as in a run.
     """
-    nothing = PassTrace[Size]((), ())
+    empty_pass = PassTrace[Size]((), ())
     built = build_request_model(TraceRequest(model, Device("cpu"), "fp32"), Regime())
     return _build_from_units(
-        built, lambda kind, parameters: UnitTrace(parameters, nothing, nothing, nothing), read_model_facts(model)
+        built,
+        lambda kind, parameters: UnitTrace(parameters, empty_pass, empty_pass, empty_pass),
+        read_model_facts(model),
     )
 
 
@@ -471,7 +477,10 @@ def _build_from_units(
     embedding: Any = built.lm.model.get_input_embeddings().weight
     blocks = len(built.blocks)
     kinds = {EMBEDDING: "embedding", blocks: "head"}
-    keys = [(kinds.get(unit, "block"), listed) for unit, listed in sorted(group_parameters(built, [embedding]).items())]
+    keys = [
+        (kinds.get(unit, "block"), parameters)
+        for unit, parameters in sorted(group_parameters(built, [embedding]).items())
+    ]
     units = {key: unit_of(*key) for key in dict.fromkeys(keys)}
     numbers = {key: number for number, key in enumerate(units)}
     return ModelTrace(tuple(units.values()), tuple(numbers[key] for key in keys), facts)
@@ -489,20 +498,20 @@ def _estimate_unit(
     experts = max(1, facts.experts_per_token)
     matrices = [p for p in parameters if len(p.shape) >= 2] if kind != "embedding" else []
     results = sum(max(p.shape[-2:]) * (experts if len(p.shape) > 2 else 1) for p in matrices)
-    kept = {"tokens": width * hidden * (2 if kind == "block" else 1)}
+    kept_bytes = {"tokens": width * hidden * (2 if kind == "block" else 1)}
     work = {"tokens": width * hidden}
     if kind == "block":
-        kept["tokens"] += _KEPT * width * results
-        kept["pairs"] = (4 + width) * heads
-        work = {name: 2 * size for name, size in kept.items()}
+        kept_bytes["tokens"] += _KEPT * width * results
+        kept_bytes["pairs"] = (4 + width) * heads
+        work = {name: 2 * size for name, size in kept_bytes.items()}
     if kind == "head":
         work |= {"chunk": 2 * width * vocabulary, "block": 8 * vocabulary, "1": 4 * vocabulary * hidden}
-    both = {name: kept.get(name, 0) + work.get(name, 0) for name in (*kept, *work)}
+    both = {name: kept_bytes.get(name, 0) + work.get(name, 0) for name in (*kept_bytes, *work)}
     forward = PassTrace[Size](
-        (Moment("", (_build_size(both),), _build_size(kept)),), _list_products(matrices, kind, share, width, 1)
+        (Moment("", (_build_size(both),), _build_size(kept_bytes)),), _list_products(matrices, kind, share, width, 1)
     )
     moments = tuple(Moment[Size](p.name, (_build_size(work),), ()) for p in parameters if p.trainable)
-    gone = {name: -size for name, size in kept.items()}
+    gone = {name: -size for name, size in kept_bytes.items()}
     backward = PassTrace[Size](
         (*moments, Moment("", (_build_size(work),), _build_size(gone))), _list_products(matrices, kind, share, width, 2)
     )
@@ -514,18 +523,18 @@ def _list_products(
     matrices: Sequence[TracedParameter], kind: str, share: float, width: int, times: int
 ) -> tuple[Operation[Size], ...]:
     rows = "targets" if kind == "head" else "tokens"
-    made = []
+    operations = []
     for p in matrices:
         active = math.prod(p.shape) * (share if "experts" in p.name else 1.0)
         n, k = p.shape[-2:]
         read = _build_size({"1": width * p.numel, rows: width * k})
-        one, flops, written = (
+        constant, flops, written = (
             _build_size({"1": 1}),
             _build_size({rows: 2 * active * times}),
             _build_size({rows: width * n}),
         )
         m, launches = _build_size({rows: 1}), _build_size({"1": times})
-        made.append(
+        operations.append(
             Operation[Size](
                 "product",
                 p.name,
@@ -533,14 +542,14 @@ def _list_products(
                 m,
                 _build_size({"1": n}),
                 _build_size({"1": k}),
-                one,
+                constant,
                 flops,
                 read,
                 written,
                 width,
             )
         )
-    return tuple(made)
+    return tuple(operations)
 
 
 def _build_size(terms: Mapping[str, float]) -> Size:

@@ -86,9 +86,9 @@ def compute_basis(batch: BatchShape, chunk: int, block: int, threads: int, *, pa
     of_loss = targets, chunk, chunks, block, chunks * blocks
     strip = threads * min(256 if length >= 768 else 64 if length >= 192 else 32, length)
     tile = strip * min(512, length)
-    squared = batch.tokens**2 * batch.packed
+    square = batch.tokens**2 * batch.packed
     part = min(batch.tokens, PART_TOKENS * threads)
-    return (1, rows, length, batch.tokens, length**2, pairs, *of_loss, second, second**2, tile, strip, squared, part)
+    return (1, rows, length, batch.tokens, length**2, pairs, *of_loss, second, second**2, tile, strip, square, part)
 
 
 def _divide_rows(count: int, limit: int) -> tuple[int, int]:

@@ -83,7 +83,7 @@ def _describe_new_tensors(out: Any, inputs: list[torch.Tensor]) -> list[Any] | N
     """Describe the results of an operation; None if they are not only tensors with memory of their own."""
     results = out if isinstance(out, (tuple, list)) else [out]
     storages = [tensor.untyped_storage() for tensor in inputs]
-    if any(type(x) is not FakeTensor or any(x.untyped_storage() is one for one in storages) for x in results):
+    if any(type(x) is not FakeTensor or any(x.untyped_storage() is storage for storage in storages) for x in results):
         return None
     return [(x.shape, x.stride(), x.dtype) for x in results] if len({id(x) for x in results}) == len(results) else None
 
@@ -106,9 +106,9 @@ def _build_key(func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(value, torch.Tensor):
             parts.append((value.shape, value.stride(), value.dtype))
         elif isinstance(value, (list, tuple)):
-            if (nested := _build_key(None, value, {})) is None:
+            if (nested_key := _build_key(None, value, {})) is None:
                 return None
-            parts.append(nested)
+            parts.append(nested_key)
         else:
             parts.append((type(value), value))
     try:

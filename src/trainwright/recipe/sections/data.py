@@ -339,8 +339,8 @@ class DataSection(Section):
     @model_serializer(mode="wrap")
     def _without_other_rows(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         values: dict[str, Any] = dump(self)
-        own = DataSection.model_fields.keys() - {"train"}  # not those of a task
-        return {key: value for key, value in values.items() if value is not None or key in own}
+        base_keys = DataSection.model_fields.keys() - {"train"}  # not those of a task
+        return {key: value for key, value in values.items() if value is not None or key in base_keys}
 
     @property
     def sources(self) -> tuple[SourceSection, ...]:

@@ -272,8 +272,8 @@ class Registered:
             name: str = value if is_entry_point(value) else handler(value)
         except ValidationError as error:
             (detail,) = error.errors()
-            expected = f"{detail['ctx']['expected']} (your own: {OWN})"
-            raise PydanticKnownError("literal_error", {"expected": expected}) from None
+            choices = f"{detail['ctx']['expected']} (your own: {OWN})"
+            raise PydanticKnownError("literal_error", {"expected": choices}) from None
         try:
             if not self.imports:
                 self.registry.check_origin(name)

@@ -75,12 +75,17 @@ def find_interface(address: str) -> str | None:
             number = _ELSEWHERE[family]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((number, 9))  # sends nothing
-            own = probe.getsockname()[0]
+            local_address = probe.getsockname()[0]
     except OSError:
         return None
     interfaces = psutil.net_if_addrs().items()
     return next(
-        (name for name, each in interfaces if any(own == entry.address.partition("%")[0] for entry in each)), None
+        (
+            name
+            for name, entries in interfaces
+            if any(local_address == entry.address.partition("%")[0] for entry in entries)
+        ),
+        None,
     )
 
 
@@ -96,8 +101,8 @@ def set_interfaces(address: str) -> None:
 
 def _look_up_address(address: str) -> tuple[socket.AddressFamily, str]:
     """Return the family and number of an address, IPv4 if it has one. Raises OSError."""
-    resolved = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
-    family, *_, socket_address = min(resolved, key=lambda each: each[0] != socket.AF_INET)
+    address_infos = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+    family, *_, socket_address = min(address_infos, key=lambda each: each[0] != socket.AF_INET)
     return family, str(socket_address[0])
 
 

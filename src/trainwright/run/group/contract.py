@@ -66,7 +66,7 @@ class View:
     @classmethod
     def of(cls, actual: dict[tuple[str, str], Any], planned: dict[tuple[str, str], Any]) -> View:
         """Return the view of these values."""
-        return cls({key: repr(value) for key, value in actual.items()}, {k: repr(each) for k, each in planned.items()})
+        return cls({key: repr(value) for key, value in actual.items()}, {k: repr(item) for k, item in planned.items()})
 
 
 def choose_device(machine: Machine, rank_info: RankInfo | None, device: str | None = None) -> str:
@@ -121,16 +121,16 @@ def check_agreement(recipe: RecipeSchema, task: Task, world: World) -> None:
         weights := _fingerprint_weights(task.module) if task.weights is None else task.weights.fingerprint()
     ) is not None:
         values["weights", "fingerprint"] = weights
-    planned: dict[tuple[str, str], Any] = {("processes", "number"): recipe.parallel.num_processes}
+    planned_values: dict[tuple[str, str], Any] = {("processes", "number"): recipe.parallel.num_processes}
     if recipe.parallel.device != "auto":
-        planned["device", "type"] = recipe.parallel.device
+        planned_values["device", "type"] = recipe.parallel.device
     steps = recipe.train.gradient_accumulation_steps
     examples = sum(len(micro.examples) for micro in first.micro_batches)
     if steps != "auto" and recipe.data.pack_length is None and examples == recipe.train.global_batch_size:
-        planned["batches", "micro-batches per step"] = steps
-    local = (View.of(values, planned), _identify_gpu(world.device), _list_with_targets(share))
-    gathered: list[Any] = [local] if world.alone else world.gather(local, View)
-    views, gpus, deals = ([rank[part] for rank in gathered] for part in range(3))
+        planned_values["batches", "micro-batches per step"] = steps
+    local = (View.of(values, planned_values), _identify_gpu(world.device), _list_with_targets(share))
+    rank_records: list[Any] = [local] if world.alone else world.gather(local, View)
+    views, gpus, deals = ([rank[part] for rank in rank_records] for part in range(3))
     dealt = _check_dealt(
         itertools.chain.from_iterable(deals), _list_with_targets(share if world.alone else first.micro_batches)
     )
@@ -148,20 +148,22 @@ def check_layout(recipe: RecipeSchema, dtype: torch.dtype, strategy: Strategy) -
     """
     world = strategy.world
     masters = recipe.optimizer.master_weights
-    planned = asdict(build_planned_layout(recipe.parallel, dtype, world.device.type, master_weights=masters))
+    planned_values = asdict(build_planned_layout(recipe.parallel, dtype, world.device.type, master_weights=masters))
     local = strategy.layout()
-    gathered: list[tuple[str, ModelLayout]] = world.gather((strategy.name, local), ModelLayout)
-    layouts = [layout for _, layout in gathered]
-    held_copies = count_copies(layouts, [layout.held for layout in layouts], planned["held_copies"])
-    updated = count_copies(layouts, [layout.updated for layout in layouts], planned["updated_copies"])
+    rank_layouts: list[tuple[str, ModelLayout]] = world.gather((strategy.name, local), ModelLayout)
+    layouts = [layout for _, layout in rank_layouts]
+    held_copies = count_copies(layouts, [layout.held for layout in layouts], planned_values["held_copies"])
+    updated_copies = count_copies(layouts, [layout.updated for layout in layouts], planned_values["updated_copies"])
     views = []
-    for name, layout in gathered:
+    for name, layout in rank_layouts:
         values: dict[str, Any] = {"strategy": name, **asdict(layout)}
         for of_one_rank in ("local_shape", "held", "updated"):
             del values[of_one_rank]
-        values |= {} if world.alone else {"held_copies": held_copies, "updated_copies": updated}
+        values |= {} if world.alone else {"held_copies": held_copies, "updated_copies": updated_copies}
         views.append(
-            View.of(_build_layout_keys(values), _build_layout_keys({"strategy": recipe.parallel.strategy, **planned}))
+            View.of(
+                _build_layout_keys(values), _build_layout_keys({"strategy": recipe.parallel.strategy, **planned_values})
+            )
         )
     _refuse(_iterate_differences(views), world)
     return local
@@ -173,29 +175,29 @@ def _build_layout_keys(values: dict[str, Any]) -> dict[tuple[str, str], Any]:
 
 def _iterate_differences(views: Sequence[View]) -> Iterator[tuple[str, str]]:
     """Yield group and line for every difference of a rank from rank 0's recipe or from the other ranks."""
-    planned = views[0].planned
+    planned_values = views[0].planned
     for key in dict.fromkeys(itertools.chain.from_iterable(view.actual for view in views)):
         ranks: dict[str, list[int]] = {}
         for rank, view in enumerate(views):
             if key in view.actual:
                 ranks.setdefault(view.actual[key], []).append(rank)
         group, name = key
-        if key in planned:
-            wrong = {value: who for value, who in ranks.items() if value != planned[key]}
+        if key in planned_values:
+            wrong = {value: rank_list for value, rank_list in ranks.items() if value != planned_values[key]}
             if wrong:
                 source = _ASKED.get(group, "the recipe asks for")
-                yield group, f"{group}: {name}: {source} {planned[key]}, and it is {_describe_ranks(wrong)}"
+                yield group, f"{group}: {name}: {source} {planned_values[key]}, and it is {_describe_ranks(wrong)}"
         elif len(ranks) > 1:
             yield group, f"{group}: {name}: {_describe_ranks(ranks)}"
 
 
 def _describe_ranks(ranks: dict[str, list[int]]) -> str:
-    return ", ".join(f"{value} on {format_ranks(who)}" for value, who in ranks.items())
+    return ", ".join(f"{value} on {format_ranks(rank_list)}" for value, rank_list in ranks.items())
 
 
 def _check_shared_gpus(gpus: Sequence[str | None]) -> Iterator[tuple[str, str]]:
     for gpu in dict.fromkeys(gpus):
-        ranks = [rank for rank, other in enumerate(gpus) if other == gpu]
+        ranks = [rank for rank, rank_gpu in enumerate(gpus) if rank_gpu == gpu]
         if gpu is not None and len(ranks) > 1:
             yield "device", f"device: {format_ranks(ranks)} are on the same GPU ({gpu}), instead of one each"
 
@@ -216,13 +218,13 @@ def _refuse(lines: Iterable[tuple[str, str]], world: World) -> None:
     differences = list(lines)
     if not differences:
         return
-    shown = [line for _, line in differences[:_LINES]]
+    shown_lines = [line for _, line in differences[:_LINES]]
     if len(differences) > _LINES:
-        shown.append(f"and {len(differences) - _LINES} more")
+        shown_lines.append(f"and {len(differences) - _LINES} more")
     fixes = dict.fromkeys(_FIXES[group] for group, _ in differences)
     raise MachineError(
         f"the {world.size} process{'es' * (world.size > 1)} would not run what the recipe asks for:\n  "
-        + "\n  ".join(shown)
+        + "\n  ".join(shown_lines)
         + "\nto fix it: "
         + "; ".join(fixes)
     )

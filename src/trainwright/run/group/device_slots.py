@@ -57,12 +57,12 @@ def assign_device_slots(members: Sequence[Member]) -> list[DeviceSlot]:
     _check_same_version(members)
     slots: dict[int, DeviceSlot] = {}
     for ranks in _iterate_machines(members):
-        here = [members[rank] for rank in ranks]
-        _check_local_ranks(ranks, here)
-        apart = _has_enough_gpus(members[0], here)
-        bound = _is_disjoint([member.cores for member in here])
-        for rank, member in zip(ranks, here, strict=True):
-            slots[rank] = DeviceSlot(0 if apart else member.local_rank, bound, len(here))
+        local_members = [members[rank] for rank in ranks]
+        _check_local_ranks(ranks, local_members)
+        apart = _has_enough_gpus(members[0], local_members)
+        bound = _is_disjoint([member.cores for member in local_members])
+        for rank, member in zip(ranks, local_members, strict=True):
+            slots[rank] = DeviceSlot(0 if apart else member.local_rank, bound, len(local_members))
     return [slots[rank] for rank in range(len(members))]
 
 
@@ -92,12 +92,12 @@ def list_visible_gpus() -> tuple[str, ...]:
     if visible is None:
         return tuple(every)
     names = [name.strip() for name in visible.split(",")]
-    chosen = [
+    identities = [
         every[int(name)] if name.isdigit() else next((uuid for uuid in every if uuid.startswith(name)), name)
         for name in names
         if not name.isdigit() or int(name) < len(every)
     ]
-    return tuple(chosen)
+    return tuple(identities)
 
 
 def _iterate_machines(members: Sequence[Member]) -> Iterator[list[int]]:
@@ -108,10 +108,10 @@ def _iterate_machines(members: Sequence[Member]) -> Iterator[list[int]]:
 
 
 def _check_same_version(members: Sequence[Member]) -> None:
-    other = next((member for member in members if member.version != members[0].version), None)
-    if other is not None:
+    peer = next((member for member in members if member.version != members[0].version), None)
+    if peer is not None:
         raise MachineError(
-            f"{members[0].host} has trainwright {members[0].version}, and {other.host} {other.version}; install "
+            f"{members[0].host} has trainwright {members[0].version}, and {peer.host} {peer.version}; install "
             "the same on both"
         )
 
@@ -131,8 +131,10 @@ def _has_enough_gpus(first: Member, here: Sequence[Member]) -> bool:
     """Return whether each process sees GPUs of its own, so that it uses its first one."""
     without = next((member for member in here if bool(member.gpus) != bool(first.gpus)), None)
     if without is not None:
-        one, other = (first.host, without.host) if first.gpus else (without.host, first.host)
-        raise MachineError(f"{one} has GPUs and {other} has none; all processes must use the same kind of device")
+        gpu_host, cpu_host = (first.host, without.host) if first.gpus else (without.host, first.host)
+        raise MachineError(
+            f"{gpu_host} has GPUs and {cpu_host} has none; all processes must use the same kind of device"
+        )
     distinct = {gpu for member in here for gpu in member.gpus}
     if distinct and len(here) > len(distinct):
         raise MachineError(

@@ -244,14 +244,16 @@ def _read_torch(variables: Variables) -> LaunchEnvironment:
     elastic = variables.has("TORCHELASTIC_RUN_ID")
     rank = variables.number("RANK", default=0)
     # Some launchers (Kubernetes operators) start one process per machine and set no local rank.
-    here = variables.text("MASTER_ADDR") is None or is_loopback(variables.text("MASTER_ADDR") or "")
+    is_local = variables.text("MASTER_ADDR") is None or is_loopback(variables.text("MASTER_ADDR") or "")
     if not variables.has("LOCAL_RANK"):
         _refuse_several_a_pod(variables)
-    local_rank = variables.number(*_LOCAL_RANKS, default=rank if here else 0)
+    local_rank = variables.number(*_LOCAL_RANKS, default=rank if is_local else 0)
     # Without a count the rendezvous address decides; processes per machine are counted once all have arrived.
-    local_size = variables.number("LOCAL_WORLD_SIZE", default=size if here else local_rank + 1)
+    local_size = variables.number("LOCAL_WORLD_SIZE", default=size if is_local else local_rank + 1)
     counted = variables.has("LOCAL_WORLD_SIZE") or not variables.has("LOCAL_RANK")
-    nodes = variables.number("GROUP_WORLD_SIZE", default=max(1, -(-size // local_size)) if here or counted else size)
+    nodes = variables.number(
+        "GROUP_WORLD_SIZE", default=max(1, -(-size // local_size)) if is_local or counted else size
+    )
     name = _UNKNOWN
     if elastic:
         name = "accelerate launch" if variables.has(_ACCELERATE) else "torchrun"
@@ -272,21 +274,21 @@ def _read_torch(variables: Variables) -> LaunchEnvironment:
 
 def _refuse_partial(variables: Variables) -> None:
     """Raise if only one of RANK and WORLD_SIZE is set: this process of several would run alone."""
-    for name, other, least in (("WORLD_SIZE", "RANK", 2), ("RANK", "WORLD_SIZE", 1), ("LOCAL_RANK", "RANK", 1)):
+    for name, twin, least in (("WORLD_SIZE", "RANK", 2), ("RANK", "WORLD_SIZE", 1), ("LOCAL_RANK", "RANK", 1)):
         if read_number(variables, name) >= least:
             value = variables.text(name)
             raise MachineError(
-                f"{name} is {value} and {other} is not set, so this would be a run of one process; start the processes "
+                f"{name} is {value} and {twin} is not set, so this would be a run of one process; start the processes "
                 f"with torchrun, srun or mpirun, set RANK and WORLD_SIZE for each, or unset {name}"
             )
 
 
 def _refuse_several_a_pod(variables: Variables) -> None:
     """Raise if Kubeflow sets PET_NPROC_PER_NODE: several processes in a pod, which torchrun should start."""
-    each = variables.text("PET_NPROC_PER_NODE") or ""
-    if each.isdigit() and int(each) > 1:
+    value = variables.text("PET_NPROC_PER_NODE") or ""
+    if value.isdigit() and int(value) > 1:
         raise MachineError(
-            f"PET_NPROC_PER_NODE is {each}, which torchrun reads, and this process was started without it: LOCAL_RANK "
+            f"PET_NPROC_PER_NODE is {value}, which torchrun reads, and this process was started without it: LOCAL_RANK "
             "is not set; start torchrun -m trainwright.worker RECIPE in every pod, or set PET_NPROC_PER_NODE to 1"
         )
 
@@ -483,23 +485,23 @@ def refuse_more_nodes(arguments: Sequence[str], nodes: int | None, variables: Ma
         RequestError: with the command that uses all of them, and the option that excludes them on purpose.
     """
     env = Variables(variables)
-    there = read_number(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
-    if nodes is not None or there < 2 or is_in_slurm_step(env):
+    count = read_number(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+    if nodes is not None or count < 2 or is_in_slurm_step(env):
         return
     raise RequestError(
-        f"this Slurm allocation has {there} nodes, but this command trains on one; start one process per device on "
-        f"all nodes with `{format_srun_command(env, there, arguments)}`, or pass --nodes 1 to leave the others idle"
+        f"this Slurm allocation has {count} nodes, but this command trains on one; start one process per device on "
+        f"all nodes with `{format_srun_command(env, count, arguments)}`, or pass --nodes 1 to leave the others idle"
     )
 
 
 def format_srun_command(env: Variables, nodes: int, arguments: Sequence[str]) -> str:
     """Return the command that starts workers on all nodes of the allocation."""
     tasks = read_number(env, "SLURM_NTASKS")
-    each = read_number(env, "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE") or max(1, tasks // nodes)
+    share = read_number(env, "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE") or max(1, tasks // nodes)
     # srun sets the number of processes; one that was meant for this machine would contradict it.
     arguments = [word for word in arguments if not word.startswith("parallel.num_processes=")]
     return (
-        f"srun --nodes={nodes} --ntasks-per-node={each} python -m trainwright.worker {shlex.join(arguments)}".rstrip()
+        f"srun --nodes={nodes} --ntasks-per-node={share} python -m trainwright.worker {shlex.join(arguments)}".rstrip()
     )
 
 

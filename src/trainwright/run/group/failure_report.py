@@ -217,10 +217,10 @@ def record_failure(run: Path, message: str | None, *, waits: bool = True) -> Non
     """
     history = read_log(run / "events.jsonl").everything
     events = [event for event in history if event["event"] != "notice"]
-    started = next((event for event in reversed(events) if event["event"] == "start"), None)
-    if started is None or events[-1]["event"] == "finish":
+    start_event = next((event for event in reversed(events) if event["event"] == "start"), None)
+    if start_event is None or events[-1]["event"] == "finish":
         return
-    faults = [event for event in events[events.index(started) :] if event["event"] == "fault"]
+    faults = [event for event in events[events.index(start_event) :] if event["event"] == "fault"]
     is_recorded = events[-1]["event"] == "fault" or any(fault["detail"] in (message or "") for fault in faults)
     if message is not None and not is_recorded:
         line = message.splitlines()[0] if message else "failed without a message"
@@ -230,4 +230,4 @@ def record_failure(run: Path, message: str | None, *, waits: bool = True) -> Non
             append_event(run / "events.jsonl", fault)
     with suppress(OSError, RequestError):
         settings = load_recipe(run / "recipe.yaml").logging.observers
-        after_failure(run, settings, time.time() - started["time"], waits=waits)
+        after_failure(run, settings, time.time() - start_event["time"], waits=waits)

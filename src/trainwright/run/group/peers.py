@@ -245,16 +245,16 @@ class Peers:
             if self._closed:
                 return []
             out = {True: select.POLLIN | select.POLLOUT, False: select.POLLIN}
-            watched: dict[Any, int] = {line.socket: out[bool(line.outgoing)] for line in self._lines}
-            watched[self._wake[0]] = select.POLLIN
+            event_masks: dict[Any, int] = {line.socket: out[bool(line.outgoing)] for line in self._lines}
+            event_masks[self._wake[0]] = select.POLLIN
             if self._door is not None:
                 self._door.tell()
             if any(line.messages for line in self._lines):  # they arrived with the welcome
                 seconds = 0
         poller = select.poll()
-        for each, events in watched.items():
+        for descriptor, events in event_masks.items():
             with contextlib.suppress(ValueError):  # closed meanwhile
-                poller.register(each, events)
+                poller.register(descriptor, events)
         ready = {number for number, _ in poller.poll(seconds * 1000)}
         with self._lock:
             return [] if self._closed else self._read(ready)
@@ -278,9 +278,9 @@ class Peers:
                 self._door.tell(ends=True)
             for file in self.files:  # before the port is free for another job, which may need the one of the secret
                 file.unlink(missing_ok=True)
-            for each in (self._door, self._relay):
-                if each is not None:
-                    each.close()
+            for endpoint in (self._door, self._relay):
+                if endpoint is not None:
+                    endpoint.close()
 
     def watch(self, react: Callable[[Message], None]) -> None:
         """Call `react` with every message from now on, in a separate thread."""
@@ -299,20 +299,20 @@ class Peers:
                 connection = self._arrivals.popleft()
                 _keep_alive(connection)
                 self._lines.append(_Line(connection))
-        received: list[Message] = []
+        messages: list[Message] = []
         for line in [line for line in self._lines if line.socket.fileno() in ready or line.messages]:
             line.flush()
             alive = line.socket.fileno() not in ready or line.receive()
             for message in line.messages:
-                received += self._handle(line, message)
+                messages += self._handle(line, message)
             line.messages.clear()
             if not alive and line in self._lines:
                 self._drop(line)
                 if line.peer is not None:
                     gone = {"kind": GONE, "peer": line.peer}
                     self._send(gone, origin=line)
-                    received.append(gone)
-        return received
+                    messages.append(gone)
+        return messages
 
     def _handle(self, line: _Line, message: Message) -> list[Message]:
         if line.peer is None:
@@ -381,8 +381,8 @@ class Peers:
     def _close_in_child(self) -> None:
         """Close inherited connections in a forked child: a copy would keep them open after their owner's death."""
         self._closed = True
-        for each in (*(line.socket for line in self._lines), *self._arrivals):
-            each.close()
+        for connection in (*(line.socket for line in self._lines), *self._arrivals):
+            connection.close()
 
 
 def _connect(address: str, port: int) -> socket.socket:
@@ -471,9 +471,9 @@ class Waiting:
 
     def tell(self, what: Callable[[], str]) -> None:
         """Write that ``what`` is waited for, if it is time to."""
-        passed = self._clock() - self._started_at
-        if passed < self._next:
+        seconds = self._clock() - self._started_at
+        if seconds < self._next:
             return
-        self._next += 2 * passed
+        self._next += 2 * seconds
         until = "" if self._seconds is None else f"; --rendezvous-timeout ends this after {self._seconds:g} s"
-        say(f"{self._who} has been waiting for {what()} for {passed:.0f} s{until}", file=sys.stderr)
+        say(f"{self._who} has been waiting for {what()} for {seconds:.0f} s{until}", file=sys.stderr)

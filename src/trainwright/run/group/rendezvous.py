@@ -170,10 +170,10 @@ def meet(
     if member.index == 0:
         listener = _listen(address, port, fix, member.seconds, meanwhile)
         return build_host_rendezvous(noun, member, job, listener, shared)
-    waiting, where = Waiting(f"{noun} {member.index}", member.seconds), format_address(address, port)
+    waiting, address_text = Waiting(f"{noun} {member.index}", member.seconds), format_address(address, port)
 
     def tell(reason: str) -> None:
-        waiting.tell(lambda: f"{noun} 0 at {where} ({reason})")
+        waiting.tell(lambda: f"{noun} 0 at {address_text} ({reason})")
 
     try:
         peers = Peers.join(member, job, lambda: read_secret(member.address, shared)[0], meanwhile, tell)
@@ -219,13 +219,13 @@ def describe_unproven(address: tuple[str, int], shared: Path) -> str:
 
 
 def _describe_wrong_member(noun: str, member: Membership, differs: list[str] | None, fix: str) -> str:
-    where, port = format_address(*member.address), member.address[1]
+    address_text, port = format_address(*member.address), member.address[1]
     if not differs or "program" in differs:
-        return f"port {port} at {where} is used by another program, not {noun} 0 of this run; {fix}"
+        return f"port {port} at {address_text} is used by another program, not {noun} 0 of this run; {fix}"
     if "member" in differs:
-        return f"{noun} {member.index} of the run at {where} is already there: two jobs use port {port}; {fix}"
+        return f"{noun} {member.index} of the run at {address_text} is already there: two jobs use port {port}; {fix}"
     words = ", ".join(JOB_DIFFERENCES.get(key, key) for key in differs)
-    return f"{noun} 0 at {where} is of another run ({words}): two jobs use port {port}; {fix}"
+    return f"{noun} 0 at {address_text} is of another run ({words}): two jobs use port {port}; {fix}"
 
 
 def host_store() -> TCPStore:
@@ -421,8 +421,8 @@ def _meet_announced(
     waiting = Waiting(f"rank {rank}", seconds)
     while time.monotonic() < deadline:
         waiting.tell(lambda reason=why: f"rank 0 at {board.host} ({reason})")  # type: ignore[misc]
-        if (announced := board.newest()) is not None:
-            name, port = announced
+        if (announcement := board.newest()) is not None:
+            name, port = announcement
             member, at = Membership(rank, environment.size, (board.host, port), 0.0), board.build_secret_name(port)
             try:
                 peers = Peers.join(member, {"start": name}, lambda at=at: read_secret(at, shared)[0])  # type: ignore[misc]

@@ -63,8 +63,8 @@ def read_secret(address: tuple[str, int], folder: Path) -> tuple[bytes, Path | N
         folder.mkdir(parents=True, exist_ok=True)
         with suppress(FileExistsError):
             descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(descriptor, "wb") as created:
-                created.write(secrets.token_bytes(BYTES))
+            with os.fdopen(descriptor, "wb") as stream:
+                stream.write(secrets.token_bytes(BYTES))
         return _read(file), file
     except OSError as error:
         raise MachineError(
@@ -76,11 +76,11 @@ def read_secret(address: tuple[str, int], folder: Path) -> tuple[bytes, Path | N
 def _read(file: Path) -> bytes:
     until = time.monotonic() + _WRITE_SECONDS
     while True:
-        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as opened:
-            state = os.fstat(opened.fileno())
+        with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW), "rb") as stream:
+            state = os.fstat(stream.fileno())
             if not stat.S_ISREG(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
                 raise MachineError(f"{file}, the secret of the job, is not this user's alone; remove it")
-            content = opened.read(BYTES + 1)
+            content = stream.read(BYTES + 1)
         if len(content) == BYTES:
             return content
         if time.monotonic() > until:
@@ -114,30 +114,30 @@ def prove(connection: socket.socket, secret: bytes, purpose: int, until: float, 
     nonce = _receive(connection, until, meanwhile)
     if len(nonce) < BYTES:
         raise ConnectionError("no nonce")
-    answer_bytes, expected = reply(secret, nonce, purpose)
+    answer_bytes, expected_proof = reply(secret, nonce, purpose)
     connection.sendall(answer_bytes)
-    received = _receive(connection, until, meanwhile)
-    if not received and time.monotonic() < until:
+    proof = _receive(connection, until, meanwhile)
+    if not proof and time.monotonic() < until:
         raise Unproven
-    if not hmac.compare_digest(received, expected):
+    if not hmac.compare_digest(proof, expected_proof):
         raise ConnectionError("no proof")
 
 
 def _receive(connection: socket.socket, until: float, meanwhile: Callable[[], None]) -> bytes:
     """Return the next ``BYTES`` bytes; fewer if the connection has ended or it is too late."""
-    received, before = b"", connection.gettimeout()
+    buffer, before = b"", connection.gettimeout()
     connection.settimeout(0.1)
     try:
-        while len(received) < BYTES and time.monotonic() < until:
+        while len(buffer) < BYTES and time.monotonic() < until:
             with suppress(TimeoutError):
-                data = connection.recv(BYTES - len(received))
+                data = connection.recv(BYTES - len(buffer))
                 if not data:
                     break
-                received += data
+                buffer += data
             meanwhile()
     finally:
         connection.settimeout(before)
-    return received
+    return buffer
 
 
 def _compute_mac(secret: bytes, role: bytes, content: bytes) -> bytes:
@@ -225,15 +225,15 @@ class _Loop:
         return connection
 
     async def _receive(self, connection: socket.socket, size: int) -> bytes:
-        received = b""
-        while len(received) < size and (data := await self._loop.sock_recv(connection, size - len(received))):
-            received += data
-        return received
+        buffer = b""
+        while len(buffer) < size and (data := await self._loop.sock_recv(connection, size - len(buffer))):
+            buffer += data
+        return buffer
 
     def _drop(self, *connections: socket.socket) -> None:
-        for each in connections:
-            self._sockets.discard(each)
-            each.close()
+        for connection in connections:
+            self._sockets.discard(connection)
+            connection.close()
 
     def _close_sockets(self) -> None:
         self._drop(*self._sockets)
@@ -257,11 +257,11 @@ class Door(_Loop):
 
     def tell(self, *, ends: bool = False) -> None:
         """Write how many strangers were refused, if there are more of them and it is time to, or if the run ends."""
-        now, refused = time.monotonic(), self._refused
-        if refused == self._told or (now < self._next and not ends):
+        now, count = time.monotonic(), self._refused
+        if count == self._told or (now < self._next and not ends):
             return
-        self._told, self._next, self._seconds = refused, now + self._seconds, 2 * self._seconds
-        text = f"warning: connections that are not of this run were refused: {refused}, the last one from {self._last}"
+        self._told, self._next, self._seconds = count, now + self._seconds, 2 * self._seconds
+        text = f"warning: connections that are not of this run were refused: {count}, the last one from {self._last}"
         say(text, file=sys.stderr)
 
     def _begin(self, connection: socket.socket, address: str) -> None:
@@ -296,12 +296,12 @@ class Door(_Loop):
         """Return the purpose of a member's connection; None for a stranger's."""
         nonce = secrets.token_bytes(BYTES)
         await self._loop.sock_sendall(connection, nonce)
-        received = await self._receive(connection, REPLY_BYTES)
-        proved = answer(self._secret, nonce, received) if len(received) == REPLY_BYTES else None
-        if proved is None:
+        proof = await self._receive(connection, REPLY_BYTES)
+        response = answer(self._secret, nonce, proof) if len(proof) == REPLY_BYTES else None
+        if response is None:
             return None
-        await self._loop.sock_sendall(connection, proved[1])
-        return proved[0]
+        await self._loop.sock_sendall(connection, response[1])
+        return response[0]
 
 
 class Relay(_Loop):
@@ -332,9 +332,9 @@ class Relay(_Loop):
         with suppress(OSError, TimeoutError):
             async with asyncio.timeout(_PROOF_SECONDS):
                 remote.append(await self._open_connection(self._family, self._address))
-                answer_bytes, expected = reply(self._secret, await self._receive(remote[0], BYTES), port)
+                answer_bytes, expected_proof = reply(self._secret, await self._receive(remote[0], BYTES), port)
                 await self._loop.sock_sendall(remote[0], answer_bytes)
-                proved = hmac.compare_digest(await self._receive(remote[0], BYTES), expected)
+                proved = hmac.compare_digest(await self._receive(remote[0], BYTES), expected_proof)
             if proved:
                 await self._join(local, remote[0])
         self._drop(local, *remote)

@@ -127,10 +127,10 @@ class ConsoleObserver:
 
     def _compute_utilization(self, event: EventRecord) -> dict[str, float]:
         """Return the MFU, scaled from the plan's value at its predicted speed."""
-        expected = self._predicted.get("tokens_per_second")
-        if not expected or "mfu" not in self._predicted:
+        predicted_rate = self._predicted.get("tokens_per_second")
+        if not predicted_rate or "mfu" not in self._predicted:
             return {}
-        shares = {"mfu": self._predicted["mfu"] * event.get("tokens_per_second", 0.0) / expected}
+        shares = {"mfu": self._predicted["mfu"] * event.get("tokens_per_second", 0.0) / predicted_rate}
         return {**shares, "nominal_peak": self._predicted.get("nominal_peak", 0.0)}
 
     def _evaluate(self, event: EventRecord) -> None:
@@ -141,11 +141,11 @@ class ConsoleObserver:
         def between(name: str) -> str:
             return " ({} to {})".format(*map(text.format_metric, intervals[name])) if name in intervals else ""
 
-        shown = "  ".join(
+        summary = "  ".join(
             f"{text.format_metric_name(name)} {text.format_metric(value)}{between(name)}"
             for name, value in metrics.items()
         )
-        self._write(f"step {event['step']}: validation  {shown}")
+        self._write(f"step {event['step']}: validation  {summary}")
 
     def _generate(self, event: EventRecord) -> None:
         self._write(f"step {event['step']}: sample")
@@ -154,11 +154,14 @@ class ConsoleObserver:
         self._write(text.wrap_block(event["text"], "    ", width))
 
     def _report_checkpoint(self, event: EventRecord) -> None:
-        blocked, slowed = event.get("blocked_seconds", event["seconds"]), event.get("slowed_seconds", 0.0)
+        blocked_seconds, slowed_seconds = (
+            event.get("blocked_seconds", event["seconds"]),
+            event.get("slowed_seconds", 0.0),
+        )
         self._write(
             f"step {event['step']}: checkpoint {event['path']} in {event['seconds']:.1f} s"
-            + (f", training waited {blocked:.1f} s" if blocked < event["seconds"] else "")
-            + (f" and its steps took {slowed:.1f} s longer" if slowed >= 0.05 else "")
+            + (f", training waited {blocked_seconds:.1f} s" if blocked_seconds < event["seconds"] else "")
+            + (f" and its steps took {slowed_seconds:.1f} s longer" if slowed_seconds >= 0.05 else "")
         )
 
     def _profile(self, event: EventRecord) -> None:
@@ -179,11 +182,11 @@ class ConsoleObserver:
                 self._row(
                     text.format_metric_name(name), f"{text.format_metric(first)} -> {text.format_metric(last)}{by}"
                 )
-        measured = event.get("measured", {})
-        rows = list(event_reader.compare_with_plan(self._predicted, measured))
+        measurements = event.get("measured", {})
+        rows = list(event_reader.compare_with_plan(self._predicted, measurements))
         for row in rows:
             self._row(row.label, row.words, warns=row.is_outside)
-        for number, why in enumerate(event_reader.explain_slow_steps(self._predicted, measured)):
+        for number, why in enumerate(event_reader.explain_slow_steps(self._predicted, measurements)):
             self._row("" if number else "why", why)
         if resident := self._last_step.get("resident_bytes"):
             self._row("memory now", f"{text.format_bytes(resident)} resident in the largest process at the last step")
@@ -250,8 +253,8 @@ def _build_banner(event: EventRecord) -> list[tuple[str, str]]:
     """Return label and value of every line; missing fields of the event are left out."""
     rows = [("task", str(event["task"]))]
     if "run_directory" in event:
-        resumed = event_reader.find_resumed_step(event)
-        rows.append(("run", f"{event['run_directory']}" + (f", resumed at step {resumed}" if resumed else "")))
+        last_step = event_reader.find_resumed_step(event)
+        rows.append(("run", f"{event['run_directory']}" + (f", resumed at step {last_step}" if last_step else "")))
     if "weights" in event:
         rows.append(("model", str(event["weights"])))
     rows.append(("parameters", _format_parameters(event)))
@@ -274,10 +277,10 @@ def _build_banner(event: EventRecord) -> list[tuple[str, str]]:
 
 
 def _format_parameters(event: EventRecord) -> str:
-    total, trained = event["parameters"], event["trainable_parameters"]
-    if total == trained:
+    total, trainable_count = event["parameters"], event["trainable_parameters"]
+    if total == trainable_count:
         return f"{text.format_count(total)}, all trained"
-    return f"{text.format_count(total)}, {text.format_count(trained)} trained ({trained / total:.2%})"
+    return f"{text.format_count(total)}, {text.format_count(trainable_count)} trained ({trainable_count / total:.2%})"
 
 
 def _format_processes(event: EventRecord) -> str:
@@ -287,12 +290,12 @@ def _format_processes(event: EventRecord) -> str:
 
 def _format_batch(event: EventRecord) -> str:
     examples = text.format_plural(event["global_batch_size"], event.get("batch_unit", "examples").removesuffix("s"))
-    steps, requested = event["gradient_accumulation_steps"], event.get("accumulation_asked")
-    accumulated = "not accumulated" if steps == 1 else f"accumulated {steps} times"
+    steps, requested_steps = event["gradient_accumulation_steps"], event.get("accumulation_asked")
+    accumulation = "not accumulated" if steps == 1 else f"accumulated {steps} times"
     if event.get("batch_varies"):  # varies in examples, or in the packs that they fill
-        accumulated += " in the first step"
-    if requested is not None and requested != steps:
-        accumulated += f"; train.gradient_accumulation_steps is {requested}, but the batch has too few packs"
+        accumulation += " in the first step"
+    if requested_steps is not None and requested_steps != steps:
+        accumulation += f"; train.gradient_accumulation_steps is {requested_steps}, but the batch has too few packs"
     rows = text.format_plural(event["micro_batch_size"], "pack" if event.get("packed") else "row")
-    each = " per process" if event["world_size"] > 1 else ""
-    return f"{examples} per step: micro-batches of {rows}{each}, {accumulated}"
+    scope = " per process" if event["world_size"] > 1 else ""
+    return f"{examples} per step: micro-batches of {rows}{scope}, {accumulation}"

@@ -69,11 +69,11 @@ def build_observers(run: ObservedRun) -> list[Observer]:
             continue
         observer = OBSERVERS.get(name)
         if isinstance(observer, ObserverSpec):
-            created = _load_function(name, observer, "create")(run, setting)
+            instance = _load_function(name, observer, "create")(run, setting)
         else:
-            created = observer(run.directory, **(setting if isinstance(setting, Mapping) else {}))
-        if created is not None:
-            observers.append(_Guarded(name, created))
+            instance = observer(run.directory, **(setting if isinstance(setting, Mapping) else {}))
+        if instance is not None:
+            observers.append(_Guarded(name, instance))
     return [*observers, *filter(None, (create(run, True) for create in _iterate_always_on("create")))]
 
 
@@ -134,8 +134,8 @@ class _Guarded:
 
             self._observer = None
             reason = f"{type(error).__name__}: {error}"
-            what = f"observer {self._name} failed at {event['event']} ({reason}); it receives no more events"
-            say(what, file=find_console() or sys.stderr)
+            message = f"observer {self._name} failed at {event['event']} ({reason}); it receives no more events"
+            say(message, file=find_console() or sys.stderr)
 
 
 TENSORBOARD = ObserverSpec(

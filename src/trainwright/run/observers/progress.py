@@ -108,9 +108,9 @@ class Bar:
         now = time.monotonic()
         if now - self._drawn >= _REDRAW_SECONDS or self._done == self._remaining.total:
             self._drawn = now
-            loss, *others = format_figures(event)
-            mfu = [others.pop()] if "mfu" in event else []  # long, and for wide terminals
-            self._show([loss, f"{text.format_duration(remaining)} left", *others, *self._machine(), *mfu])
+            loss, *other_figures = format_figures(event)
+            mfu = [other_figures.pop()] if "mfu" in event else []  # long, and for wide terminals
+            self._show([loss, f"{text.format_duration(remaining)} left", *other_figures, *self._machine(), *mfu])
 
     def show_operation(self, what: str, fraction: str, seconds: float, for_log: bool) -> None:
         """Show a long operation, with its seconds."""
@@ -130,15 +130,15 @@ class Bar:
         self._console.width = width = text.find_terminal_width(self._stream, 80)
         count = f"step {self._done}/{self._remaining.total}"
         columns_left = width - len(count) - 2
-        shown = ""
+        line = ""
         for figure in figures:
-            longer = f"{shown}  {figure}" if shown else figure
+            longer = f"{line}  {figure}" if line else figure
             if len(longer) > columns_left:
                 break
-            shown = longer
-        self._bar.bar_width = max(0, min(_BAR, columns_left - len(shown)))
+            line = longer
+        self._bar.bar_width = max(0, min(_BAR, columns_left - len(line)))
         self._progress.update(
-            self._task, completed=self._done, done=count, figures=text.replace_unencodable(shown, self._stream)
+            self._task, completed=self._done, done=count, figures=text.replace_unencodable(line, self._stream)
         )
         self._progress.refresh()
 
@@ -147,9 +147,9 @@ class Bar:
         if self._drawn_before:
             text.draw("", self._stream)
             self._drawn_before = False
-        shown = text.wrap_lines(text.escape_controls(line), text.find_terminal_width(self._stream, 80))
+        wrapped_line = text.wrap_lines(text.escape_controls(line), text.find_terminal_width(self._stream, 80))
         self._console.print(
-            text.replace_unencodable(shown, self._stream), soft_wrap=True, style="yellow" if warns else None
+            text.replace_unencodable(wrapped_line, self._stream), soft_wrap=True, style="yellow" if warns else None
         )
 
     def close(self) -> None:
@@ -159,14 +159,14 @@ class Bar:
 
 def format_figures(event: EventRecord) -> list[str]:
     """Return loss, speed and, if known, bits per byte and MFU of a step event."""
-    shown = [f"loss {text.format_metric(event['loss'])}"]
+    texts = [f"loss {text.format_metric(event['loss'])}"]
     if "bits_per_byte" in event.get("metrics", {}):
-        shown.append(f"{text.format_metric(event['metrics']['bits_per_byte'])} bits/byte")
-    shown.append(f"{text.format_count(event.get('tokens_per_second', 0.0))} tokens/s")
+        texts.append(f"{text.format_metric(event['metrics']['bits_per_byte'])} bits/byte")
+    texts.append(f"{text.format_count(event.get('tokens_per_second', 0.0))} tokens/s")
     if "mfu" in event:
         peak = "the datasheet's peak" if event.get("nominal_peak") else "the measured peak"
-        shown.append(f"MFU {event['mfu']:.0%} of {peak}")
-    return shown
+        texts.append(f"MFU {event['mfu']:.0%} of {peak}")
+    return texts
 
 
 # The events of one evaluation round: the evaluation and the samples after it.
@@ -214,11 +214,13 @@ class Remaining:
 
     def after(self, step: int, step_time: float) -> float:
         """Return the estimate right after ``step``. ``step_time`` is used until two steps have been seen."""
-        each = self._mean("step") if self._count["step"] else step_time
+        step_seconds = self._mean("step") if self._count["step"] else step_time
         evaluations = self._count_to_come("evaluation", step)
         checkpoints = max(self._count_to_come("checkpoint", step), self._estimate_by_rate(step)) + 1  # plus the export
         return (
-            (self.total - step) * each + evaluations * self._mean("evaluation") + checkpoints * self._mean("checkpoint")
+            (self.total - step) * step_seconds
+            + evaluations * self._mean("evaluation")
+            + checkpoints * self._mean("checkpoint")
         )
 
     def _count_to_come(self, kind: str, step: int) -> int:
@@ -271,10 +273,10 @@ class Counting:
         if not finished and now - self._shown < (_REDRAW_SECONDS if terminal else _LINE_SECONDS):
             return
         self._shown = now
-        counted = f": {self._done:,}/{self._total:,} {self._unit}"
+        count_text = f": {self._done:,}/{self._total:,} {self._unit}"
         if not terminal:
-            say(f"{self._label}{counted}", file=self._stream)
+            say(f"{self._label}{count_text}", file=self._stream)
             return
         remaining = (now - self._started_at) / self._done * (self._total - self._done)
-        shown, ending = ("", "") if finished else (self._label, f"{counted}  {text.format_duration(remaining)} left")
-        text.draw(shown, self._stream, ending)
+        label, ending = ("", "") if finished else (self._label, f"{count_text}  {text.format_duration(remaining)} left")
+        text.draw(label, self._stream, ending)

@@ -47,9 +47,9 @@ class TensorBoardObserver:
         if self._closed:
             return
         if event["event"] == "start":
-            resumed = find_resumed_step(event)
+            last_step = find_resumed_step(event)
             # A launch that ended before its first checkpoint is repeated from the start.
-            self._purge_step = 0 if resumed is None else resumed + 1
+            self._purge_step = 0 if last_step is None else last_step + 1
         self._events.put(event)
         if event["event"] == "step" and self._thread is None:
             self._start()

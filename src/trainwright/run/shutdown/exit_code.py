@@ -47,13 +47,13 @@ def read_exit_code(file: Path, launcher: int) -> int:
     lines = [words for line in file.read_text(encoding="ascii").splitlines() if len(words := line.split()) == 2]
     last = max((int(attempt) for attempt, _ in lines), default=0)
     codes = [word for attempt, word in lines if int(attempt) == last]
-    recorded = [int(word.removesuffix(_OUTWEIGHS)) for word in codes if word != _BEGUN]
-    if codes and not recorded:  # nothing that a process does itself ends it without a word
+    recorded_codes = [int(word.removesuffix(_OUTWEIGHS)) for word in codes if word != _BEGUN]
+    if codes and not recorded_codes:  # nothing that a process does itself ends it without a word
         return EXIT_FAULT
     # Of a failure, processes that are stopped because of it may report the stop.
-    failures = [each for each in recorded if each != EXIT_STOPPED]
+    failures = [code for code in recorded_codes if code != EXIT_STOPPED]
     final_codes = [int(word.removesuffix(_OUTWEIGHS)) for word in codes if word.endswith(_OUTWEIGHS)]
-    return [launcher, *recorded, *failures, *final_codes][-1]
+    return [launcher, *recorded_codes, *failures, *final_codes][-1]
 
 
 def _record(word: str) -> None:

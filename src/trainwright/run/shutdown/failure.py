@@ -52,8 +52,8 @@ class EndedBySignal(FaultError):
     """A signal from outside, not from its launcher, ended a worker."""
 
     def __init__(self, rank: int, number: signal.Signals) -> None:
-        who = "from a user, a scheduler or another program"
-        super().__init__(f"rank {rank} was ended by an external {number.name}: {who}")
+        source = "from a user, a scheduler or another program"
+        super().__init__(f"rank {rank} was ended by an external {number.name}: {source}")
 
 
 class EndedEarly(TrainingError):
@@ -69,9 +69,9 @@ def run_to_end(entry: Callable[[], int], rank: int) -> int:
     try:
         return entry()
     except SystemExit as error:
-        called = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"sys.exit at {called.filename}:{called.lineno}"
-        raise EndedEarly(rank, 0 if error.code is None else error.code, where) from error
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        location = f"sys.exit at {frame.filename}:{frame.lineno}"
+        raise EndedEarly(rank, 0 if error.code is None else error.code, location) from error
 
 
 def record_exception(error: BaseException, slot: Slot | None = None) -> None:
@@ -116,9 +116,9 @@ def read_slots(slots: dict[int, Slot]) -> dict[int, dict[str, Any]]:
 def _shorten_record(record: dict[str, Any]) -> bytes:
     """Return the record as JSON, with texts shortened to fit into a slot; tracebacks keep their end."""
     for limit in (_SLOT_BYTES, 10_000, 2_000):
-        logged = record["message"]
-        info = {**logged["extraInfo"], "py_callstack": logged["extraInfo"]["py_callstack"][-limit:]}
-        message = {"message": logged["message"][:limit], "extraInfo": info}
+        entry = record["message"]
+        info = {**entry["extraInfo"], "py_callstack": entry["extraInfo"]["py_callstack"][-limit:]}
+        message = {"message": entry["message"][:limit], "extraInfo": info}
         content = json.dumps({**record, "text": record["text"][:limit], "message": message}).encode()
         if len(content) < _SLOT_BYTES:
             return content
@@ -265,11 +265,11 @@ def describe_failure(rank: int, record: dict[str, Any], logs: Path) -> Failure:
 
 def _build_connection_failure(rank: int, record: dict[str, Any], logs: Path) -> Failure:
     """Return the failure of a rank that lost its connection though no other rank failed: it was cut."""
-    said = record["message"]["message"].splitlines()[0]
+    error = record["message"]["message"].splitlines()[0]
     trace = record["message"]["extraInfo"]["py_callstack"]
     message = (
         f"rank {rank} lost its connection to another rank, and no rank reports another error: "
-        f"{said}{format_advice(trace)}"
+        f"{error}{format_advice(trace)}"
     )
     return Failure(message + _describe_log(logs, rank), int(record["exit_code"]), cause=Cause.CONNECTION)
 

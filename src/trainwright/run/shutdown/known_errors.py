@@ -55,7 +55,9 @@ class KnownError:
     def matches(self, line: str) -> bool:
         """Return whether a line of a log reports this error."""
         line = line.lower()
-        return any(one.search(line) for one in self._recognized) and not any(one.search(line) for one in self._excluded)
+        return any(pattern.search(line) for pattern in self._recognized) and not any(
+            pattern.search(line) for pattern in self._excluded
+        )
 
     @cached_property
     def _recognized(self) -> list[re.Pattern[str]]:

@@ -67,15 +67,15 @@ def estimate_write_seconds(state_bytes: int, directory: Path) -> float:
 
 def _measure_write_speed(directory: Path, size: int) -> float:
     """Write up to ``size`` bytes to a file without a name; return bytes a second, infinity if none can be written."""
-    piece, written, started = os.urandom(2**20), 0, time.perf_counter()
+    piece, byte_count, started_at = os.urandom(2**20), 0, time.perf_counter()
     try:
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-            while written < size and time.perf_counter() - started < _TRIAL_SECONDS:
-                written += file.write(piece)
+            while byte_count < size and time.perf_counter() - started_at < _TRIAL_SECONDS:
+                byte_count += file.write(piece)
                 os.fsync(file.fileno())
     except OSError:
         return math.inf
-    return written / (time.perf_counter() - started) if written else math.inf
+    return byte_count / (time.perf_counter() - started_at) if byte_count else math.inf
 
 
 class StopRequests:
@@ -175,8 +175,8 @@ class StopRequests:
 
     def _watch(self) -> None:
         if self._deadline is not None:
-            assumed, on_disk = self._write, estimate_write_seconds(self._state_bytes, self._run)
-            if self._write == assumed:  # no checkpoint meanwhile
+            assumed_seconds, on_disk = self._write, estimate_write_seconds(self._state_bytes, self._run)
+            if self._write == assumed_seconds:  # no checkpoint meanwhile
                 self._write = on_disk
         while not self.look():
             time.sleep(_LOOK_SECONDS)

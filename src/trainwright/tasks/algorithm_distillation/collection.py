@@ -134,10 +134,10 @@ def _is_there(collection: Collection) -> bool:
 
 def _claim(collection: Collection) -> None:
     """Create the directory of parts, or check that it belongs to the same request."""
-    marked = _read_request(collection)
-    if marked == collection.request:
+    stored_request = _read_request(collection)
+    if stored_request == collection.request:
         return
-    if marked is not None:
+    if stored_request is not None:
         raise RequestError(
             f"algorithm_distillation.histories: {collection.parts} has parts of a collection with other settings; "
             "continue with that recipe, choose another file, or remove the directory"
@@ -189,15 +189,13 @@ def _work(
     # The progress of each group, and a flag to stop.
     shared = context.Array("d", len(groups) + 1)
     sizes = [len(group) for group in groups]
-    everything = len(collection.goals)
-    before = everything - sum(sizes)
+    total = len(collection.goals)
+    before = total - sum(sizes)
 
     def report() -> None:
         parts = list(zip(shared[:-1], sizes, strict=True))
-        finished = before + sum(size for part, size in parts if part == 1)
-        progress(
-            CollectionProgress(finished, everything, (before + sum(part * size for part, size in parts)) / everything)
-        )
+        finished_count = before + sum(size for part, size in parts if part == 1)
+        progress(CollectionProgress(finished_count, total, (before + sum(part * size for part, size in parts)) / total))
 
     pool = ProcessPoolExecutor(
         min(processes, len(groups)),
@@ -207,12 +205,12 @@ def _work(
     )
     try:
         with _ignore_signals():
-            submitted = [pool.submit(_learn, collection, group, n) for n, group in enumerate(groups)]
-        waiting: set[Future[None]] = set(submitted)
+            futures = [pool.submit(_learn, collection, group, n) for n, group in enumerate(groups)]
+        waiting: set[Future[None]] = set(futures)
         while waiting:
             report()
-            finished, waiting = wait(waiting, timeout=_LOOKS, return_when=FIRST_COMPLETED)
-            for future in finished:
+            finished_futures, waiting = wait(waiting, timeout=_LOOKS, return_when=FIRST_COMPLETED)
+            for future in finished_futures:
                 future.result()
         report()
     except BrokenProcessPool as error:
@@ -228,16 +226,16 @@ def _work(
 @contextmanager
 def _ignore_signals() -> Iterator[None]:
     """Start processes that ignore ctrl-C, and delay SIGTERM, which would end a starting process with a traceback."""
-    received: list[int] = []
+    signal_numbers: list[int] = []
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the processes
-    terminate = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    terminate = signal.signal(signal.SIGTERM, lambda number, _: signal_numbers.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, interrupt)
         signal.signal(signal.SIGTERM, terminate)
-    if received:
-        signal.raise_signal(received[0])
+    if signal_numbers:
+        signal.raise_signal(signal_numbers[0])
 
 
 _shared: Any = None

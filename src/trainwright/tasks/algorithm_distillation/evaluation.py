@@ -139,10 +139,10 @@ def work_on(request: AgentRequest, work: Path, world: World, stage: Stage) -> No
     environment = build_environment(section)
     tasks = select_trial_tasks(section, environment)
     module = load_agent(agent, section).to(world.device)
-    chosen = section.trial
-    trial = Trial(chosen.episodes, chosen.copies, chosen.temperature, request.seed, greedy_after=chosen.greedy_after)
+    setup = section.trial
+    trial = Trial(setup.episodes, setup.copies, setup.temperature, request.seed, greedy_after=setup.greedy_after)
     steps = trial.episodes * environment.horizon
-    sampled = in_context.evaluate_model(
+    sampled_returns = in_context.evaluate_model(
         module, environment, tasks, trial, world, every_step=stage("actions drawn", steps)
     )
     likeliest = replace(trial, temperature=0.0)
@@ -154,7 +154,7 @@ def work_on(request: AgentRequest, work: Path, world: World, stage: Stage) -> No
     arrays: dict[str, Any] = {
         "tasks": tasks.numpy(),
         "optimum": environment.optimal_return(tasks).numpy(),
-        "sampled": sampled,
+        "sampled": sampled_returns,
         "greedy": greedy,
         "random": in_context.evaluate_random(environment, tasks, trial.copies, trial.episodes, request.seed),
     }
@@ -175,10 +175,10 @@ def _compute_source_returns(
         return None
     returns_of_tasks = [compute_episode_returns(history.dones, history.rewards) for history in rows]
     longest = max(returns.shape[1] for returns in returns_of_tasks)
-    widened = [
-        np.pad(each, ((0, 0), (0, longest - each.shape[1])), constant_values=np.nan) for each in returns_of_tasks
+    padded_returns = [
+        np.pad(values, ((0, 0), (0, longest - values.shape[1])), constant_values=np.nan) for values in returns_of_tasks
     ]
-    return np.stack(widened)
+    return np.stack(padded_returns)
 
 
 @dataclass(frozen=True)
@@ -219,9 +219,9 @@ class AgentReport:
         """Yield the lines of a table of returns by episode, and of first and last returns with intervals."""
         agents = self._list_agents()
         episodes = self.arrays["sampled"].shape[-1]
-        shown = sorted({round(i * (episodes - 1) / max(1, _SHOWN_EPISODES - 1)) for i in range(_SHOWN_EPISODES)})
+        indices = sorted({round(i * (episodes - 1) / max(1, _SHOWN_EPISODES - 1)) for i in range(_SHOWN_EPISODES)})
         yield f"{'episode':<10}" + "".join(f"{name:>10}" for name in agents)
-        for episode in shown:
+        for episode in indices:
             cells = (_format_mean_return(self.arrays[name], episode) for name in agents)
             yield f"{episode + 1:<10}" + "".join(f"{cell:>10}" for cell in cells)
         yield ""
@@ -232,9 +232,9 @@ class AgentReport:
                 f"{name:<10} {_format_estimate(first)} at first, {_format_estimate(last)} over the last "
                 f"{self.last_episodes}"
             )
-        if (chosen := average_best_copies(self.arrays["sampled"], self.last_episodes)) is not None:
+        if (returns := average_best_copies(self.arrays["sampled"], self.last_episodes)) is not None:
             copies = self.arrays["sampled"].shape[1]
-            yield f"{'best copy':<10} {chosen.mean():6.2f} over the last {self.last_episodes}, of {copies} per task"
+            yield f"{'best copy':<10} {returns.mean():6.2f} over the last {self.last_episodes}, of {copies} per task"
         best = self.arrays["optimum"].mean()
         if np.isfinite(best):
             yield f"{'optimum':<10} {best:.2f}"
@@ -252,8 +252,8 @@ class AgentReport:
 
 def select_last_episodes(returns: Returns, count: int) -> Returns:
     """Return the last ``count`` episodes of each copy, from returns [..., episodes] padded with NaN."""
-    there = np.isfinite(returns)
-    return np.take_along_axis(returns, np.argsort(there, axis=-1, kind="stable"), -1)[..., -count:]
+    is_finite = np.isfinite(returns)
+    return np.take_along_axis(returns, np.argsort(is_finite, axis=-1, kind="stable"), -1)[..., -count:]
 
 
 def average_best_copies(returns: Returns, count: int) -> Returns | None:
@@ -266,8 +266,8 @@ def average_best_copies(returns: Returns, count: int) -> Returns | None:
     """
     if returns.shape[1] < 2 or returns.shape[2] < 2 * count:
         return None
-    chosen = returns[..., -2 * count : -count].mean(-1).argmax(1)
-    best: Returns = in_context.mean_over_last(returns, count)[np.arange(len(returns)), chosen]
+    copy_indices = returns[..., -2 * count : -count].mean(-1).argmax(1)
+    best: Returns = in_context.mean_over_last(returns, count)[np.arange(len(returns)), copy_indices]
     return best
 
 
@@ -305,10 +305,10 @@ def compute_interval(returns: Returns) -> tuple[float, float, float]:
     flat = returns.reshape(*returns.shape[:2], -1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # from means of nothing, and the variance of one value
-        each = np.nanmean(flat, -1, dtype=np.float64)
-        spread = np.nan_to_num(np.nanvar(each, 1, ddof=1))
-        mean = float(np.nanmean(each, 1).mean())
-    copies = np.maximum(np.isfinite(each).sum(1), 1)
+        copy_means = np.nanmean(flat, -1, dtype=np.float64)
+        spread = np.nan_to_num(np.nanvar(copy_means, 1, ddof=1))
+        mean = float(np.nanmean(copy_means, 1).mean())
+    copies = np.maximum(np.isfinite(copy_means).sum(1), 1)
     error = _NORMAL_95 * float(np.sqrt((spread / copies).sum())) / len(returns)
     return mean, mean - error, mean + error
 

@@ -123,14 +123,14 @@ class Histories:
         Raises:
             RequestError: there is no history of one of them.
         """
-        places = {build_task_key(task): index for index, task in enumerate(self.tasks)}
-        missing = [task for task in np.asarray(tasks) if build_task_key(task) not in places]
+        index_by_task = {build_task_key(task): index for index, task in enumerate(self.tasks)}
+        missing = [task for task in np.asarray(tasks) if build_task_key(task) not in index_by_task]
         if missing:
             raise RequestError(
                 f"{self.path}: has no history of {len(missing)} of {len(tasks)} tasks, such as "
                 f"{missing[0].tolist()}; collect it with all tasks"
             )
-        return [places[build_task_key(task)] for task in np.asarray(tasks)]
+        return [index_by_task[build_task_key(task)] for task in np.asarray(tasks)]
 
     def _read_outline(self, otherwise: Environment) -> None:
         file = self._file
@@ -158,10 +158,10 @@ class Histories:
         tasks = environment.tasks().numpy()
         says = "environment" in self._file.attrs
         if self.goals[-1] >= len(tasks):
-            guessed = f"; the file does not name its environment, so {environment.name} was assumed"
+            hint = f"; the file does not name its environment, so {environment.name} was assumed"
             raise RequestError(
                 f"{self.path}: has a goal {self.goals[-1]}, but {environment.name} has {len(tasks)}"
-                f"{'' if says else guessed}"
+                f"{'' if says else hint}"
             )
         if not says:
             return tasks[self.goals]
@@ -176,8 +176,8 @@ class Histories:
 
     def _check_values(self, goal: int, history: History) -> None:
         environment = self._environment
-        seen = environment.observation_counts
-        for name, counts in (("states", seen), ("next_states", seen), ("actions", (environment.action_count,))):
+        limits = environment.observation_counts
+        for name, counts in (("states", limits), ("next_states", limits), ("actions", (environment.action_count,))):
             values = getattr(history, name).reshape(-1, len(counts))
             if values.size and not _is_below(values, counts):
                 raise RequestError(
@@ -263,17 +263,17 @@ def _import_h5py() -> Any:
 
 def _read_attribute(path: Path, file: Any, attribute: str, unsaid: dict[str, Any]) -> dict[str, Any]:
     """Return the JSON of a file's attribute, or ``unsaid`` if it has none."""
-    written = file.attrs.get(attribute)
-    if written is None:
+    text = file.attrs.get(attribute)
+    if text is None:
         return unsaid
     try:
-        described = json.loads(written)
+        content = json.loads(text)
     except (TypeError, ValueError, RecursionError):
-        described = None
-    if not isinstance(described, dict) or not unsaid.keys() <= described.keys():
+        content = None
+    if not isinstance(content, dict) or not unsaid.keys() <= content.keys():
         keys = f" with {' and '.join(unsaid)}" if unsaid else ""
         raise RequestError(f"{path}: the attribute {attribute} is not a JSON object{keys}; remove it, or collect again")
-    return described
+    return content
 
 
 def _is_below(values: np.ndarray, counts: Sequence[int]) -> bool:
@@ -319,11 +319,11 @@ def _check(path: Path, file: Any, goal: int, shape: tuple[int, int], environment
             raise RequestError(f"{path}: goal {goal} has no array {name}; each goal needs {', '.join(ARRAYS)}")
         if array.dtype.kind not in "biuf":
             raise RequestError(f"{path}: {name} of goal {goal} is of type {array.dtype}; numbers are expected")
-        expected = (*shape, size) if name.endswith("states") else shape
-        if array.shape != expected:
+        full_shape = (*shape, size) if name.endswith("states") else shape
+        if array.shape != full_shape:
             raise RequestError(
-                f"{path}: {name} of goal {goal} is {list(array.shape)}, where {list(expected)} is expected (time, "
-                f"streams{', and the ' + str(size) + ' numbers of an observation' if len(expected) == 3 else ''} of "
+                f"{path}: {name} of goal {goal} is {list(array.shape)}, where {list(full_shape)} is expected (time, "
+                f"streams{', and the ' + str(size) + ' numbers of an observation' if len(full_shape) == 3 else ''} of "
                 f"{environment.name})"
             )
 
@@ -337,14 +337,14 @@ class Recording:
     """Buffers for ``steps`` steps of ``goals`` x ``streams`` copies, filled step by step."""
 
     def __init__(self, environment: Environment, steps: int, goals: int, streams: int) -> None:
-        seen = (steps, goals, streams, environment.observation_size)
+        shape = (steps, goals, streams, environment.observation_size)
         observation = narrow(environment.observation_counts)
         self._arrays = History(
-            np.zeros(seen, observation),
-            np.zeros(seen[:3], narrow([environment.action_count])),
-            np.zeros(seen[:3], np.float32),
-            np.zeros(seen, observation),
-            np.zeros(seen[:3], bool),
+            np.zeros(shape, observation),
+            np.zeros(shape[:3], narrow([environment.action_count])),
+            np.zeros(shape[:3], np.float32),
+            np.zeros(shape, observation),
+            np.zeros(shape[:3], bool),
         )
         self._step = 0
 

@@ -176,16 +176,16 @@ class Agents:
     def actions(self, model: HistoryModel, step: Steps) -> torch.Tensor:
         """Return the next actions, int64 [n], after one more step [n, 1]."""
         logits = self._context.logits(model, step).float()
-        drawn = self._draws.next()
+        uniforms = self._draws.next()
         self._episodes += step.before_dones[:, 0]
         likeliest = logits.argmax(-1)
         if self._temperature == 0:
             return likeliest
         up_to = (logits / self._temperature).softmax(-1).cumsum(-1)
-        sampled = (drawn[:, None] * up_to[:, -1:] >= up_to).sum(-1).clamp_(max=logits.shape[-1] - 1)
+        sampled_actions = (uniforms[:, None] * up_to[:, -1:] >= up_to).sum(-1).clamp_(max=logits.shape[-1] - 1)
         if self._greedy_after is None:
-            return sampled
-        return torch.where(self._episodes >= self._greedy_after, likeliest, sampled)
+            return sampled_actions
+        return torch.where(self._episodes >= self._greedy_after, likeliest, sampled_actions)
 
 
 class _Draws:

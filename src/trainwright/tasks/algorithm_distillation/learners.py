@@ -48,10 +48,10 @@ def build_learners(
     Args:
         source: ``name`` (ppo, q-learning or ucb), ``streams``, and the algorithm's settings.
     """
-    own = {key: value for key, value in source.items() if key not in _COMMON}
+    options = {key: value for key, value in source.items() if key not in _COMMON}
     if source["name"] == "ppo":
-        return Ppo(environment, tasks, seeds, source["streams"], PpoSection(**own))
-    settings = QLearningSection(**own) if source["name"] == "q-learning" else UcbSection(**own)
+        return Ppo(environment, tasks, seeds, source["streams"], PpoSection(**options))
+    settings = QLearningSection(**options) if source["name"] == "q-learning" else UcbSection(**options)
     return Tables(environment, tasks, seeds, source["streams"], settings)
 
 
@@ -78,8 +78,8 @@ class Tables:
         stream_seeds = mix_bits((mix_bits(seeds)[:, None] + torch.arange(streams)).flatten())
         self.copies = environment.vector(tasks.repeat_interleave(streams, dim=0), seed=mix_bits(stream_seeds))
         # Random numbers for each action of each learner, to break ties and to explore.
-        places = torch.arange(environment.action_count + 1)
-        self._seeds = mix_bits(stream_seeds + (1 << 32))[:, None] + places
+        offsets = torch.arange(environment.action_count + 1)
+        self._seeds = mix_bits(stream_seeds + (1 << 32))[:, None] + offsets
         learners = self.goals * streams
         self._table = (
             _QTable(settings, learners, environment)
@@ -185,19 +185,19 @@ class Ppo:
         """Act and learn for ``steps`` steps of every stream; ``progress`` is called with the finished fraction."""
         recording = Recording(self.environment, steps, self.goals, self.streams)
         observations = self.copies.reset()
-        taken = 0
-        while taken < steps:
+        finished_steps = 0
+        while finished_steps < steps:
             # Learning after the last step would have no effect.
-            length = min(self.settings.rollout_steps, steps - taken)
+            length = min(self.settings.rollout_steps, steps - finished_steps)
             rollout = _Rollout(length, self.goals, self.streams, self._encode(observations).shape[-1])
             for step in range(length):
-                observations = self._step(observations, taken + step, rollout, step, recording)
-            taken += length
-            if taken < steps:
+                observations = self._step(observations, finished_steps + step, rollout, step, recording)
+            finished_steps += length
+            if finished_steps < steps:
                 _, last_values = self._forward(self._encode(observations))
                 self._learn_from(rollout, last_values)
             if progress is not None:
-                progress(taken / steps)
+                progress(finished_steps / steps)
         return recording
 
     def _step(
@@ -206,9 +206,9 @@ class Ppo:
         inputs = self._encode(observations)
         logits, values = self._forward(inputs)
         log_probabilities = torch.log_softmax(logits, dim=1)
-        drawn = sample_uniform(self._action_seeds, time)[:, None]
+        uniforms = sample_uniform(self._action_seeds, time)[:, None]
         # Rounding may leave the last cumulative sum below one.
-        below = log_probabilities.exp().cumsum(dim=1)[:, :-1] <= drawn
+        below = log_probabilities.exp().cumsum(dim=1)[:, :-1] <= uniforms
         actions = below.sum(dim=1)
         following, rewards, dones = self.copies.step(actions.flatten())
         shape = (self.goals, self.streams)
@@ -410,8 +410,8 @@ class Networks:
             network = part * self.goals + goal
             for weight in (first[network], second[network]):
                 torch.nn.init.orthogonal_(weight, math.sqrt(2), generator=generator)
-            used = self.actions if kind == "policy" else 1
-            torch.nn.init.orthogonal_(last[network, :used], gain, generator=generator)
+            outputs = self.actions if kind == "policy" else 1
+            torch.nn.init.orthogonal_(last[network, :outputs], gain, generator=generator)
 
     def buffers(self, samples: int) -> Buffers:
         """Return buffers for passes of ``samples`` samples per goal."""

@@ -55,9 +55,9 @@ def load_history_model(directory: Path) -> tuple[HistoryModel, dict[str, Any]]:
 
     try:
         about = json.loads((directory / ABOUT).read_text(encoding="utf-8"))
-        shape, stored = HistoryShape.from_json(about["model"]), read_header(directory / WEIGHTS)
-        if max(shape.layers, len(shape.observations)) > len(stored):  # each has tensors of its own, which are made here
-            raise ValueError(f"{ABOUT} has more layers or observations than {WEIGHTS} has tensors ({len(stored):,})")
+        shape, header = HistoryShape.from_json(about["model"]), read_header(directory / WEIGHTS)
+        if max(shape.layers, len(shape.observations)) > len(header):  # each has tensors of its own, which are made here
+            raise ValueError(f"{ABOUT} has more layers or observations than {WEIGHTS} has tensors ({len(header):,})")
         with torch.device("meta"):  # without memory, whatever sizes it names
             model = HistoryModel(shape, seed=0)
         model.load_state_dict(load_file(directory / WEIGHTS), assign=True)
@@ -137,11 +137,13 @@ class HistoryBlock(nn.Module):
                 mask = hidden.new_ones(tokens, before + tokens, dtype=torch.bool).tril(before)
                 causal = False
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, dropout_p=dropout)
-        mixed = self.output(mixed.transpose(1, 2).reshape(count, tokens, width))
-        hidden = hidden + F.dropout(mixed, self.dropout, self.training)
-        fed = self.down(F.gelu(self.up(self.feed_forward_norm(hidden)), approximate="tanh"))
-        return hidden + F.dropout(fed, self.dropout, self.training)
+        attention_output = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=causal, dropout_p=dropout
+        )
+        attention_output = self.output(attention_output.transpose(1, 2).reshape(count, tokens, width))
+        hidden = hidden + F.dropout(attention_output, self.dropout, self.training)
+        feed_forward_output = self.down(F.gelu(self.up(self.feed_forward_norm(hidden)), approximate="tanh"))
+        return hidden + F.dropout(feed_forward_output, self.dropout, self.training)
 
 
 def compute_rotation(positions: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -341,5 +343,5 @@ class HistoryModel(nn.Module):
     def compute_memory(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return latents from the hidden states of the queries, normalized to the scale of tokens."""
         assert self.memory_norm is not None
-        remembered: torch.Tensor = self.memory_norm(hidden)
-        return remembered
+        latents: torch.Tensor = self.memory_norm(hidden)
+        return latents

@@ -33,18 +33,18 @@ class HistoryBatch:
 
     def to(self, device: torch.device) -> HistoryBatch:
         """Return the same batch on ``device``, except for its targets."""
-        moved: dict[str, Any] = {
+        tensors: dict[str, Any] = {
             field.name: copy_to_device(getattr(self, field.name), device)
             for field in fields(self)
             if field.name not in ("steps", "targets")
         }
         steps = Steps(*(copy_to_device(getattr(self.steps, field.name), device) for field in fields(Steps)))
-        return replace(self, steps=steps, **moved)
+        return replace(self, steps=steps, **tensors)
 
     def select_at_targets(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the elements of tensors [n, t, ...] at the targets, [targets, ...]."""
-        places = copy_to_device(self.targets.flatten().nonzero().flatten(), self.actions.device)
-        return tuple(value.flatten(0, 1).index_select(0, places) for value in values)
+        indices = copy_to_device(self.targets.flatten().nonzero().flatten(), self.actions.device)
+        return tuple(value.flatten(0, 1).index_select(0, indices) for value in values)
 
 
 @dataclass(frozen=True)
@@ -115,26 +115,24 @@ class HistoryObjective(nn.Module):
 
     def _sums(self, batch: HistoryBatch, hidden: torch.Tensor) -> torch.Tensor:
         model, weights = self.model, self.weights
-        chosen, actions, rewards, next_states = batch.select_at_targets(
+        target_hidden, actions, rewards, next_states = batch.select_at_targets(
             hidden, batch.actions, batch.rewards, batch.next_states
         )
-        logits = model.act(chosen).float()
+        logits = model.act(target_hidden).float()
         action_loss = F.cross_entropy(logits, actions, label_smoothing=weights.label_smoothing, reduction="sum")
         correct = (logits.argmax(-1) == actions).sum()
-        nothing = action_loss.new_zeros(())
-        reward_loss, state_loss = nothing, nothing
+        zero = action_loss.new_zeros(())
+        reward_loss, state_loss = zero, zero
         if model.outcome is not None:
-            outcome = model.outcomes(chosen, actions)
+            outcome = model.outcomes(target_hidden, actions)
             if model.reward_head is not None:
                 reward_loss = (model.reward_head(outcome)[:, 0].float() - rewards).square().sum()
             if model.state_heads is not None:
                 state_loss = self._state_loss(outcome, next_states)
-        mark_loss, marks_right, marks = (
-            self._mark_sums(batch, hidden) if model.mark_head is not None else (nothing,) * 3
-        )
+        mark_loss, marks_right, marks = self._mark_sums(batch, hidden) if model.mark_head is not None else (zero,) * 3
         total = action_loss + weights.reward * reward_loss + weights.next_state * state_loss + weights.mark * mark_loss
-        counted = [correct, actions.new_full((), len(actions)), reward_loss, state_loss, mark_loss, marks_right, marks]
-        return torch.stack([total, action_loss, *(value.to(total.dtype) for value in counted)])
+        counts = [correct, actions.new_full((), len(actions)), reward_loss, state_loss, mark_loss, marks_right, marks]
+        return torch.stack([total, action_loss, *(value.to(total.dtype) for value in counts)])
 
     def _state_loss(self, outcome: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         assert self.model.state_heads is not None
@@ -149,10 +147,10 @@ class HistoryObjective(nn.Module):
         assert self.model.mark_head is not None
         steps = self.model.shape.steps
         closes = (torch.arange(batch.steps.length, device=hidden.device) % steps == steps - 1).long()
-        expected, chosen = batch.select_at_targets(closes.expand(len(hidden), -1), hidden)
-        logits = self.model.mark_head(chosen).float()
-        loss = F.cross_entropy(logits, expected, reduction="sum")
-        return loss, (logits.argmax(-1) == expected).sum(), expected.new_full((), len(expected))
+        labels, target_hidden = batch.select_at_targets(closes.expand(len(hidden), -1), hidden)
+        logits = self.model.mark_head(target_hidden).float()
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        return loss, (logits.argmax(-1) == labels).sum(), labels.new_full((), len(labels))
 
 
 def _select_part(batch: HistoryBatch, begin: int, end: int) -> HistoryBatch:

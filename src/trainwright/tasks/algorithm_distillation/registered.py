@@ -41,12 +41,12 @@ class GymnasiumCopies(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
             repeated as needed.
         """
         family = make(environment, **options)
-        everything = family.tasks()
-        self._tasks = everything[torch.arange(num_envs) % len(everything)] if tasks is None else torch.as_tensor(tasks)
-        if self._tasks.shape != (num_envs, everything.shape[1]):
+        all_tasks = family.tasks()
+        self._tasks = all_tasks[torch.arange(num_envs) % len(all_tasks)] if tasks is None else torch.as_tensor(tasks)
+        if self._tasks.shape != (num_envs, all_tasks.shape[1]):
             raise RequestError(
                 f"environment {environment}: tasks is {list(self._tasks.shape)}, where {num_envs} copies need "
-                f"{[num_envs, everything.shape[1]]}"
+                f"{[num_envs, all_tasks.shape[1]]}"
             )
         self._family = family
         self._copies = family.vector(self._tasks)
@@ -62,7 +62,7 @@ class GymnasiumCopies(VectorEnv[np.ndarray, np.ndarray, np.ndarray]):
         """Reset all copies, or those of ``options["reset_mask"]``; a seed makes random numbers reproducible."""
         mask = None if options is None or "reset_mask" not in options else torch.as_tensor(options["reset_mask"])
         if seed is not None:
-            seeds = torch.tensor([one or 0 for one in seed]) if isinstance(seed, Sequence) else int(seed) % 2**31
+            seeds = torch.tensor([value or 0 for value in seed]) if isinstance(seed, Sequence) else int(seed) % 2**31
             self._copies = self._family.vector(self._tasks, seed=seeds)
         return self._copies.reset(mask).numpy(), {}
 

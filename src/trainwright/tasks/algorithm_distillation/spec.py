@@ -103,9 +103,9 @@ class SourceAlgorithmSection(Section):
     @property
     def algorithm(self) -> dict[str, Any]:
         """The settings of a collection: ``name``, ``streams``, ``steps``, ``seed`` and the algorithm's own."""
-        own: Section = getattr(self, self.build_settings_key(self.name))
+        section: Section = getattr(self, self.build_settings_key(self.name))
         common = {key: getattr(self, key) for key in ("name", "streams", "steps", "seed")}
-        return {**common, **own.model_dump()}
+        return {**common, **section.model_dump()}
 
 
 class HistoryModelSection(Section):
@@ -245,9 +245,9 @@ def _needs(recipe: RecipeSchema) -> Needs:
         "embd_pdrop": 0.0,
         "attn_pdrop": model.dropout,
     }
-    predicted = 1.0 if section.targets == "every" else 1 / tokens
+    target_share = 1.0 if section.targets == "every" else 1 / tokens
     assumption = "every window is full; the model is planned as a gpt2 of its sizes"
-    return Needs(own_model=TaskModel(config, tokens, predicted, assumption))
+    return Needs(own_model=TaskModel(config, tokens, target_share, assumption))
 
 
 def _fill(values: dict[str, Any]) -> dict[str, Any]:
@@ -295,11 +295,11 @@ def _check_source(source: SourceAlgorithmSection) -> Iterator[Contradiction]:
                 (f"{key}.{section}", f"{key}.name"),
                 f"has no effect with {key}.name {source.name}; remove it, or set {key}.name to {name}",
             )
-    seen = source.ppo.rollout_steps * source.streams
-    if source.name == "ppo" and seen % source.ppo.batch_size:
+    steps = source.ppo.rollout_steps * source.streams
+    if source.name == "ppo" and steps % source.ppo.batch_size:
         yield Contradiction(
             (f"{key}.ppo.batch_size", f"{key}.ppo.rollout_steps", f"{key}.streams"),
-            f"{source.ppo.rollout_steps} rollout_steps x {source.streams} streams = {seen:,} steps, which is not "
+            f"{source.ppo.rollout_steps} rollout_steps x {source.streams} streams = {steps:,} steps, which is not "
             f"divisible by batch_size {source.ppo.batch_size}; change one of them",
         )
 

@@ -91,9 +91,9 @@ class AlgorithmDistillation:
             recipe, train, count_planned_examples(recipe, train), training=True, shuffle=True
         )
         # Without histories of the held-out tasks there is no validation loss, but the agent is still evaluated.
-        measured = held_out or train
-        few = min(_VALIDATION_WINDOWS, len(measured))
-        self.validation: Stream[HistoryWindows] = stream_of(recipe, measured, few, training=False, shuffle=True)
+        windows = held_out or train
+        few = min(_VALIDATION_WINDOWS, len(windows))
+        self.validation: Stream[HistoryWindows] = stream_of(recipe, windows, few, training=False, shuffle=True)
 
     def blocks(self) -> list[nn.Module]:
         """Return the repeated units of the module, in order."""
@@ -181,7 +181,7 @@ class AlgorithmDistillation:
     def describe(self) -> dict[str, Any]:
         """Return the fields of the `start` event: the windows and the model."""
         windows = self._train
-        seen = "every step" if self._section.targets == "every" else "the last step"
+        targets = "every step" if self._section.targets == "every" else "the last step"
         every = f", subsample {windows.cut.subsample}" if windows.cut.subsample > 1 else ""
         return {
             "weights": "fresh weights",
@@ -190,7 +190,7 @@ class AlgorithmDistillation:
                 f"{self._environment.name}, "
                 f"{format_plural(windows.steps, 'step')}{every}",
                 f"{format_plural(len(windows), 'window')} of up to {format_plural(windows.cut.window, 'step')}, "
-                f"{seen} a target",
+                f"{targets} a target",
                 f"tried on {len(self._goals.tried)} other tasks",
             ],
             "epoch_examples": len(self._train),
@@ -255,10 +255,10 @@ def warn_of_other_source(section: AlgorithmDistillationSection, made_by: Mapping
     settings = section.source.algorithm
     if made_by.get("name") not in get_args(SourceAlgorithmSection.model_fields["name"].annotation):
         return None
-    others = [key for key in settings if key not in made_by or made_by[key] != settings[key]]
-    if not others:
+    changed_keys = [key for key in settings if key not in made_by or made_by[key] != settings[key]]
+    if not changed_keys:
         return None
-    first = "name" if "name" in others else others[0]
+    first = "name" if "name" in changed_keys else changed_keys[0]
     return (
         f"algorithm_distillation.source: {section.histories} was made with {first} {made_by.get(first)}, but the "
         f"recipe has {settings[first]}; training uses the existing file. To collect it again, remove the file and run "
@@ -301,8 +301,8 @@ def open_histories(section: AlgorithmDistillationSection, environment: Environme
         histories = Histories(section.histories, environment)
     except RequestError as error:
         raise RequestError(f"algorithm_distillation.histories: {error}") from None
-    recorded = histories.environment
-    if (recorded["name"], recorded["options"]) != (environment.name, environment.options):
+    recorded_environment = histories.environment
+    if (recorded_environment["name"], recorded_environment["options"]) != (environment.name, environment.options):
         theirs = histories.make_environment()
         if (theirs.name, theirs.options) != (environment.name, environment.options):
             histories.close()
@@ -373,15 +373,15 @@ def find_goals(section: AlgorithmDistillationSection, environment: Environment, 
     kept_apart = select_held_out_tasks(section, environment)
     apart = {_key(task) for task in kept_apart.tolist()}
     if isinstance(section.train_tasks, list):
-        chosen = _check_given_tasks(section.train_tasks, environment, "train_tasks")
-        both = [task for task in chosen.tolist() if _key(task) in apart]
+        training_tasks = _check_given_tasks(section.train_tasks, environment, "train_tasks")
+        both = [task for task in training_tasks.tolist() if _key(task) in apart]
         if both:
             raise RequestError(
                 f"{_KEY}.train_tasks: {len(both)} of them are also test tasks, such as {_format_tasks(both)}; remove "
                 "them, "
                 f"or set {_KEY}.test_tasks to others"
             )
-        missing = [task for task in chosen.tolist() if _key(task) not in index_of]
+        missing = [task for task in training_tasks.tolist() if _key(task) not in index_of]
         if missing:
             raise RequestError(
                 f"{_KEY}.train_tasks: {histories.path} has no history of {_format_tasks(missing)}; collect it, or "
@@ -397,12 +397,12 @@ def find_goals(section: AlgorithmDistillationSection, environment: Environment, 
                 f"{_KEY}.train_tasks: {count} tasks requested, but {histories.path} has histories of only "
                 f"{len(remaining)} that are not held out"
             )
-        chosen = torch.tensor(remaining[:count], dtype=train.dtype)
-    if not len(chosen):
+        training_tasks = torch.tensor(remaining[:count], dtype=train.dtype)
+    if not len(training_tasks):
         raise RequestError(f"{_KEY}.histories: {histories.path} has no task to train on; all of its tasks are held out")
-    rows = [index_of[_key(task)] for task in chosen.tolist()]
+    rows = [index_of[_key(task)] for task in training_tasks.tolist()]
     held_out = [index_of[_key(task)] for task in kept_apart.tolist() if _key(task) in index_of]
-    return Goals(rows, held_out, chosen, select_trial_tasks(section, environment))
+    return Goals(rows, held_out, training_tasks, select_trial_tasks(section, environment))
 
 
 def select_held_out_tasks(section: AlgorithmDistillationSection, environment: Environment) -> torch.Tensor:
@@ -413,10 +413,10 @@ def select_held_out_tasks(section: AlgorithmDistillationSection, environment: En
     """
     if section.test_tasks is not None:
         return _check_given_tasks(section.test_tasks, environment, "test_tasks")
-    tried = environment.split(section.split_seed, section.test_fraction)[1]
-    if not len(tried):
+    held_out_tasks = environment.split(section.split_seed, section.test_fraction)[1]
+    if not len(held_out_tasks):
         raise RequestError(f"{_KEY}.test_fraction: holds out no task to evaluate on; raise it")
-    return tried
+    return held_out_tasks
 
 
 def _check_given_tasks(tasks: Sequence[Sequence[float]], environment: Environment, name: str) -> torch.Tensor:

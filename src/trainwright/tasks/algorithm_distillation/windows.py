@@ -142,20 +142,20 @@ class HistoryWindows:
 
     def batch(self, examples: Sequence[int]) -> HistoryBatch:
         """Return the tensors of windows, padded to the longest."""
-        chosen = np.asarray(examples)
-        lengths, absent = self._lengths[chosen], self._absent[chosen]
+        indices = np.asarray(examples)
+        lengths, absent = self._lengths[indices], self._absent[indices]
         width = int((lengths + absent).max())
         # Absent regions are padding at the front.
         position = np.arange(width)[None] - absent[:, None]
         real = (position >= 0) & (position < lengths[:, None])
-        index = self._begins[chosen][:, None] + np.clip(position, 0, lengths[:, None] - 1)
-        taken = {name: values[index] for name, values in self._steps.items()}
+        index = self._begins[indices][:, None] + np.clip(position, 0, lengths[:, None] - 1)
+        step_values = {name: values[index] for name, values in self._steps.items()}
         targets = real & (position == lengths[:, None] - 1) if self.cut.last_only else real
         return HistoryBatch(
-            steps=self._build_seen_steps(taken, position),
-            actions=_convert_to_tensor(taken["actions"], np.int64),
-            rewards=_convert_to_tensor(taken["rewards"], np.float32),
-            next_states=_convert_to_tensor(taken["next_states"], np.int64),
+            steps=self._build_seen_steps(step_values, position),
+            actions=_convert_to_tensor(step_values["actions"], np.int64),
+            rewards=_convert_to_tensor(step_values["rewards"], np.float32),
+            next_states=_convert_to_tensor(step_values["next_states"], np.int64),
             real=torch.from_numpy(real),
             targets=torch.from_numpy(targets),
         )

@@ -103,9 +103,9 @@ class PreferenceTuning(ReferenceTask):
             self._answers[validation] = self._ask(passes, stream, examples, notify)
             if self._spec.rates_answers:
                 key = "data.validation" if validation else "data.train"
-                mismatched = Mismatched.of(stream.dataset, self._recipe.data.max_length, key)
-                others = self._stream(mismatched, len(mismatched), shuffle=False)
-                self._mismatched[validation] = self._ask(passes, others, examples, notify)
+                mismatched_dataset = Mismatched.of(stream.dataset, self._recipe.data.max_length, key)
+                mismatched_stream = self._stream(mismatched_dataset, len(mismatched_dataset), shuffle=False)
+                self._mismatched[validation] = self._ask(passes, mismatched_stream, examples, notify)
 
     def _ask(
         self, passes: ForwardOnly, stream: Stream, examples: Sequence[int], notify: Callable[[str], None]
@@ -134,14 +134,14 @@ class PreferenceTuning(ReferenceTask):
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
         """Return the summed losses of the pairs or answers of one micro-batch."""
         batch = self._batch(self._prepared.train, micro, device)
-        seen: list[torch.Tensor] = []
+        pass_statistics: list[torch.Tensor] = []
 
         def objective(losses: torch.Tensor, batch: Batch) -> torch.Tensor:
             answers = self._score_answers(self._answers[False], losses, batch)
-            seen.append(self._compute_statistics(answers, batch))
+            pass_statistics.append(self._compute_statistics(answers, batch))
             return answers.losses.sum().float()
 
-        return LossSum(module(batch, objective=objective), micro.weight, seen[-1])
+        return LossSum(module(batch, objective=objective), micro.weight, pass_statistics[-1])
 
     def _score_answers(self, answers: _Answers, losses: torch.Tensor, batch: Batch) -> _Scored:
         """Return the scores of a batch's answers and their losses, from the losses of its targets [N]."""
@@ -151,13 +151,13 @@ class PreferenceTuning(ReferenceTask):
         if self._averages:
             scores = scores / counts
         if self._spec.rates_answers:
-            found = self._loss_of(scores, _mark_chosen(batch), self._dpo, self._divergence)
-            return _Scored(scores, found, None)
-        found = self._loss_of(*scores.view(-1, 2).unbind(1), self._dpo)
+            answer_losses = self._loss_of(scores, _mark_chosen(batch), self._dpo, self._divergence)
+            return _Scored(scores, answer_losses, None)
+        answer_losses = self._loss_of(*scores.view(-1, 2).unbind(1), self._dpo)
         if not self._sft_weight:
-            return _Scored(scores, found, None)
-        chosen = -(log_probabilities / counts).view(-1, 2)[:, 0]
-        return _Scored(scores, found + self._sft_weight * chosen, chosen)
+            return _Scored(scores, answer_losses, None)
+        sft_losses = -(log_probabilities / counts).view(-1, 2)[:, 0]
+        return _Scored(scores, answer_losses + self._sft_weight * sft_losses, sft_losses)
 
     def statistics(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> torch.Tensor:
         """Return a vector of sums over one micro-batch of the validation stream."""
@@ -170,7 +170,7 @@ class PreferenceTuning(ReferenceTask):
         """Return ``[loss, weight, divergence, right pairs, pairs, rewards of the chosen, how many, of the rejected,
         …, the term of the chosen answers]``.
         """
-        rewards, chosen = self._dpo.beta * answers.scores.detach(), _mark_chosen(batch)
+        rewards, is_chosen = self._dpo.beta * answers.scores.detach(), _mark_chosen(batch)
         right = rewards.new_zeros(0)
         if len(rewards) == 2 * len(batch.examples):
             # A tie counts half, as before training.
@@ -182,10 +182,10 @@ class PreferenceTuning(ReferenceTask):
             weight * self._divergence,
             right.sum(),
             rewards.new_full((), right.numel()),
-            (rewards * chosen).sum(),
-            chosen.sum(),
-            (rewards * ~chosen).sum(),
-            (~chosen).sum(),
+            (rewards * is_chosen).sum(),
+            is_chosen.sum(),
+            (rewards * ~is_chosen).sum(),
+            (~is_chosen).sum(),
             weight * 0 if answers.sft is None else answers.sft.detach().sum(),
         ]
         return torch.stack([value.double() for value in sums])
@@ -251,8 +251,8 @@ class Mismatched(TokenDataset):
 
     def sequence_length(self, sequence: int) -> int:
         """Return the number of tokens of one sequence."""
-        other = self.others[sequence]
-        answer = super().sequence_length(int(other)) - self.prompts[other]
+        partner = self.others[sequence]
+        answer = super().sequence_length(int(partner)) - self.prompts[partner]
         return int(min(self.prompts[sequence] + answer, self.max_length))
 
     def sequence(self, sequence: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
@@ -260,9 +260,9 @@ class Mismatched(TokenDataset):
         tokens, targets = super().sequence(sequence)
         answer, answer_targets = super().sequence(int(self.others[sequence]))
         begin, other_begin = self.prompts[sequence], self.prompts[self.others[sequence]]
-        joined = np.concatenate([tokens[:begin], answer[other_begin:]])[: self.max_length]
+        joined_tokens = np.concatenate([tokens[:begin], answer[other_begin:]])[: self.max_length]
         flags = np.concatenate([targets[:begin], answer_targets[other_begin:]])[: self.max_length]
-        return joined, flags
+        return joined_tokens, flags
 
     def sequence_targets(self, sequence: int) -> int:
         """Return the number of targets of one sequence."""
@@ -276,12 +276,12 @@ def _prompt_length(dataset: TokenDataset, sequence: int) -> int:
 
 def _choose_others(dataset: TokenDataset, prompts: npt.NDArray[np.int64], key: str) -> npt.NDArray[np.int64]:
     """Return, for every sequence, the one at its position in the next example (cyclically) with another prompt."""
-    count, each = dataset.sequence_count, dataset.sequences_per_example
+    count, per_example = dataset.sequence_count, dataset.sequences_per_example
     assert dataset.members is None or np.array_equal(dataset.members.ravel(), np.arange(count)), "as it is prepared"
     texts = [dataset.sequence(d)[0][: prompts[d]].tobytes() for d in range(count)]
-    others = np.zeros(count, dtype=np.int64)
-    for position in range(each):
-        column = list(range(position, count, each))
+    partners = np.zeros(count, dtype=np.int64)
+    for position in range(per_example):
+        column = list(range(position, count, per_example))
         if len({texts[d] for d in column}) < 2:
             raise RequestError(
                 f"{key}: dpo.loss kto needs answers to at least two different prompts, because it compares answers "
@@ -291,6 +291,6 @@ def _choose_others(dataset: TokenDataset, prompts: npt.NDArray[np.int64], key: s
         following = {column[-1]: next(d for d in column if texts[d] != texts[column[-1]])}
         for sequence, after in zip(reversed(column[:-1]), reversed(column[1:]), strict=True):
             following[sequence] = after if texts[after] != texts[sequence] else following[after]
-        for sequence, other in following.items():
-            others[sequence] = other
-    return others
+        for sequence, partner in following.items():
+            partners[sequence] = partner
+    return partners

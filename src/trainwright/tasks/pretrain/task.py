@@ -60,11 +60,11 @@ def _prepare_data(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, cach
         return PreparedData(train, validation, lines, sets=sets)
 
     if recipe.data.streaming is None:
-        prepared = windows(recipe.data)
+        prepared_data = windows(recipe.data)
     else:
-        prepared = prepare_streamed(recipe, tokenizer, cache, embeddings, positions, windows)
-    remember_lengths(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache)
-    return add_stages(recipe, prepared)
+        prepared_data = prepare_streamed(recipe, tokenizer, cache, embeddings, positions, windows)
+    remember_lengths(recipe.model, recipe.data, recipe.train.seed, prepared_data.train, cache)
+    return add_stages(recipe, prepared_data)
 
 
 class Pretraining(LanguageModelTask):

@@ -76,8 +76,8 @@ def find_benchmark(name: str, key: str = KEY) -> Benchmark:
     Raises:
         RequestError: the benchmark does not exist, or its directory lacks a file.
     """
-    what, _, origin = name.partition("@")
-    kind, _, part = what.partition(":")
+    kind_and_part, _, origin = name.partition("@")
+    kind, _, part = kind_and_part.partition(":")
     if kind == "files":
         return _build_from_files(name, origin, key)
     if kind == "tofu" and part in TOFU_SPLITS:
@@ -156,15 +156,15 @@ def _build_tofu(name: str, forget: str, dataset: _SplitDataset) -> Benchmark:
         "idk": dataset.idk,
     }
     sets = {"forget": EvaluationSet(dataset.need(f"{forget}_perturbed"), "chat")}
-    for each, file in (
+    for set_name, file in (
         ("retain", "retain_perturbed"),
         ("real_authors", "real_authors_perturbed"),
         ("world_facts", "world_facts_perturbed"),
         ("holdout", holdout),
     ):
         if (source := dataset.find(file)) is not None:
-            sets[each] = EvaluationSet(source, "chat")
-    return Benchmark(name, {each: source for each, source in training.items() if source is not None}, sets)
+            sets[set_name] = EvaluationSet(source, "chat")
+    return Benchmark(name, {set_name: source for set_name, source in training.items() if source is not None}, sets)
 
 
 def _build_muse(name: str, dataset: _SplitDataset) -> Benchmark:
@@ -208,12 +208,12 @@ def _build_from_files(name: str, origins: str, key: str) -> Benchmark:
     names = ("forget", "retain", "holdout")
     sources: dict[str, str] = {}
     for part in origins.split(","):
-        each, equals, source = part.partition("=")
-        if each not in names or not equals or not source:
+        set_name, equals, source = part.partition("=")
+        if set_name not in names or not equals or not source:
             raise RequestError(
-                f"{key}: {part!r} in {name!r} is invalid; use {', '.join(f'{known_}=FILE' for known_ in names)}"
+                f"{key}: {part!r} in {name!r} is invalid; use {', '.join(f'{known_name}=FILE' for known_name in names)}"
             )
-        sources[each] = source
+        sources[set_name] = source
     if "forget" not in sources:
         raise RequestError(f"{key}: {name!r} names no rows to forget; add forget=FILE")
-    return Benchmark(name, sources, {each: EvaluationSet(source, "auto") for each, source in sources.items()})
+    return Benchmark(name, sources, {set_name: EvaluationSet(source, "auto") for set_name, source in sources.items()})

@@ -41,10 +41,10 @@ class Counts:
     @classmethod
     def of(cls, section: UnlearnSection, sequences: Sequence[tuple[int, int]]) -> Counts:
         """Return the counts for sequences ``(role, number of targets)``."""
-        learned = _choose_learned_role(section)
+        learned_role = _choose_learned_role(section)
         skip = section.value("skip_targets") or 0
         by_answer = section.facts.of in ("answers", "activations")
-        forget = [1 if by_answer else max(0, targets - skip) for role, targets in sequences if role == learned]
+        forget = [1 if by_answer else max(0, targets - skip) for role, targets in sequences if role == learned_role]
         one_each = section.value("retain_loss") == "activations"
         retain = [1 if one_each else targets for role, targets in sequences if role == RETAIN]
         return cls(float(sum(forget)), float(sum(retain)))
@@ -79,9 +79,9 @@ class LossSums:
         for role in ROLES:
             values += self.likelihoods.get(role, (0.0, 0, 0.0, 0))
         numbers = [0.0 if isinstance(value, torch.Tensor) else float(value) for value in values]
-        fixed = copy_to_device(torch.tensor(numbers, dtype=torch.float64), device).unbind()
+        constants = copy_to_device(torch.tensor(numbers, dtype=torch.float64), device).unbind()
         return torch.stack(
-            [value.double() if isinstance(value, torch.Tensor) else fixed[i] for i, value in enumerate(values)]
+            [value.double() if isinstance(value, torch.Tensor) else constants[i] for i, value in enumerate(values)]
         )
 
 
@@ -132,8 +132,8 @@ class UnlearnLosses:
         self, head: Head, batch: Batch, roles: set[int], forget: float, retain: float, sums: LossSums
     ) -> torch.Tensor:
         """Return the losses that are functions of the targets' negative log-likelihoods."""
-        chosen = find_target_indices(batch, roles)
-        head, targets = _select_targets(head, chosen), batch.targets.index_select(0, chosen)
+        indices = find_target_indices(batch, roles)
+        head, targets = _select_targets(head, indices), batch.targets.index_select(0, indices)
 
         def objective(losses: torch.Tensor, batch: Batch) -> torch.Tensor:
             by_role = _split_by_role(batch, losses, roles)
@@ -145,9 +145,9 @@ class UnlearnLosses:
                 sums.forget = forgotten.detach()
                 value = value + forget * forgotten
             if RETAIN in roles:
-                retained = by_role[RETAIN].sum()
-                sums.retain = retained.detach()
-                value = value + retain * retained
+                retain_loss = by_role[RETAIN].sum()
+                sums.retain = retain_loss.detach()
+                value = value + retain * retain_loss
             return value.to(losses.dtype)
 
         return evaluate_objective(head, targets, objective, batch)
@@ -156,19 +156,21 @@ class UnlearnLosses:
         """Return the forget loss of every token or answer, from the token losses of each role."""
         if self._of == "tokens":
             return self._formula(losses=lambda: losses[self._learned])
-        own = losses[FORGET]
+        forget_losses = losses[FORGET]
         return self._formula(
-            losses=lambda: _sum_by_sequence(batch, own, FORGET),
-            counts=lambda: copy_to_device(torch.tensor(_list_counts(batch, FORGET), dtype=torch.float64), own.device),
-            ratios=lambda: self._compute_ratios(batch, own, FORGET),
+            losses=lambda: _sum_by_sequence(batch, forget_losses, FORGET),
+            counts=lambda: copy_to_device(
+                torch.tensor(_list_counts(batch, FORGET), dtype=torch.float64), forget_losses.device
+            ),
+            ratios=lambda: self._compute_ratios(batch, forget_losses, FORGET),
             refused=lambda: self._compute_ratios(batch, losses[REFUSAL], REFUSAL),
         )
 
     def _compute_ratios(self, batch: Batch, losses: torch.Tensor, role: int) -> torch.Tensor:
         """Return log pi(y|x) - log pi_ref(y|x) of sequences with ``role``, float64, from losses of their targets."""
         assert self._reference is not None
-        chosen = torch.tensor([index for index, each in enumerate(batch.roles) if each == role])
-        of_role = self._reference(batch).index_select(0, copy_to_device(chosen, losses.device))
+        indices = torch.tensor([index for index, row_role in enumerate(batch.roles) if row_role == role])
+        of_role = self._reference(batch).index_select(0, copy_to_device(indices, losses.device))
         return -_sum_by_sequence(batch, losses, role) - of_role
 
     def _compute_logit_loss(
@@ -181,15 +183,15 @@ class UnlearnLosses:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss over the targets of sequences with ``role``, with and without gradient."""
         skip = self._section.value("skip_targets") or 0 if role == FORGET else 0
-        chosen = find_target_indices(batch, {role}, skip)
+        indices = find_target_indices(batch, {role}, skip)
         teacher = None
         if loss is _compute_divergence or self._section.facts.reference == "logits":
             teacher = lm.compute_reference_head(select_role_sequences(batch, {role}))
-        targets = batch.targets.index_select(0, chosen)
-        total, each, losses = linear_logit_loss(_select_targets(head, chosen), targets, loss, teacher)
+        targets = batch.targets.index_select(0, indices)
+        total, loss_values, losses = linear_logit_loss(_select_targets(head, indices), targets, loss, teacher)
         if not skip:
             sums.see(batch, losses, role)
-        return total, each.double().sum()
+        return total, loss_values.double().sum()
 
     def _compute_steering_loss(
         self, lm: UnlearnLM, batch: Batch, forget: float, retain: float, sums: LossSums
@@ -199,19 +201,19 @@ class UnlearnLosses:
         needs_logits = self._retain_loss in ("nll", "kl")
         head = lm.head(batch) if needs_logits else None
         at = lm.taken(batch) if needs_logits else lm.compute_activations(batch)
-        chosen = find_target_indices(batch, {FORGET})
+        forget_indices = find_target_indices(batch, {FORGET})
         direction = self._direction.to(at.device, at.dtype)
-        steered = self._formula(activations=lambda: at.index_select(0, chosen), direction=lambda: direction)
-        forgotten = _sum_means(batch, steered, FORGET)
+        distances = self._formula(activations=lambda: at.index_select(0, forget_indices), direction=lambda: direction)
+        forgotten = _sum_means(batch, distances, FORGET)
         sums.forget = forgotten.detach()
         total = forget * forgotten
         if self._retain_loss == "activations":
             frozen = lm.compute_reference_activations(select_role_sequences(batch, {RETAIN}))
-            retained = _sum_means(
+            retain_loss = _sum_means(
                 batch, activation_distance(at.index_select(0, find_target_indices(batch, {RETAIN})), frozen), RETAIN
             )
-            sums.retain = retained.detach()
-            total = total + retain * retained
+            sums.retain = retain_loss.detach()
+            total = total + retain * retain_loss
         elif self._retain_loss == "kl":
             assert head is not None
             part, sums.retain = self._sum_logit_loss(lm, head, batch, RETAIN, _compute_divergence, sums)
@@ -233,14 +235,14 @@ class Formula:
     @classmethod
     def of(cls, section: UnlearnSection) -> Formula:
         """Return the formula of an objective; raise RequestError if it cannot be imported or has unknown parameters."""
-        described = f"objective {section.objective}: its loss {section.facts.loss}"
-        function = load(section.facts.loss, described)
+        description = f"objective {section.objective}: its loss {section.facts.loss}"
+        function = load(section.facts.loss, description)
         names = [*inspect.signature(function).parameters]
         tensors = _TENSORS[section.facts.of]
         keys = [name for name in names if name not in tensors]
         if unknown := [key for key in keys if key not in type(section).model_fields]:
             raise RequestError(
-                f"{described} takes {unknown[0]}, which is not a key of unlearn; a loss of {section.facts.of} is "
+                f"{description} takes {unknown[0]}, which is not a key of unlearn; a loss of {section.facts.of} is "
                 f"given {', '.join(tensors)}"
             )
         values = {key: section.value(key) for key in keys}
@@ -277,17 +279,17 @@ def _select_targets(head: Head, chosen: torch.Tensor) -> Head:
 
 def _list_counts(batch: Batch, role: int) -> list[int]:
     """Return the number of targets of each sequence with ``role``."""
-    return [count for each, count in zip(batch.roles, batch.target_counts, strict=True) if each == role]
+    return [count for row_role, count in zip(batch.roles, batch.target_counts, strict=True) if row_role == role]
 
 
 def _split_by_role(batch: Batch, losses: torch.Tensor, roles: set[int]) -> dict[int, torch.Tensor]:
     """Split the target losses [n] of the sequences with ``roles`` by role."""
-    selected = [(role, count) for role, count in zip(batch.roles, batch.target_counts, strict=True) if role in roles]
-    parts = list(zip(selected, losses.split([count for _, count in selected]), strict=True))
+    role_counts = [(role, count) for role, count in zip(batch.roles, batch.target_counts, strict=True) if role in roles]
+    parts = list(zip(role_counts, losses.split([count for _, count in role_counts]), strict=True))
     return {
-        role: torch.cat([part for (each, _), part in parts if each == role])
+        role: torch.cat([part for (row_role, _), part in parts if row_role == role])
         for role in roles
-        if any(each == role for each, _ in selected)
+        if any(row_role == role for row_role, _ in role_counts)
     }
 
 
@@ -314,20 +316,22 @@ def find_target_indices(batch: Batch, roles: Collection[int], skip: int = 0) -> 
 
 def select_role_sequences(batch: Batch, roles: Collection[int]) -> Batch:
     """Return the batch with only the sequences that have one of ``roles``; there must be at least one."""
-    selected = [index for index, role in enumerate(batch.roles) if role in roles]
-    if len(selected) == len(batch.roles):
+    sequence_indices = [index for index, role in enumerate(batch.roles) if role in roles]
+    if len(sequence_indices) == len(batch.roles):
         return batch
-    chosen = find_target_indices(batch, roles)
+    indices = find_target_indices(batch, roles)
     part = replace(
         batch,
-        targets=batch.targets.index_select(0, chosen),
-        target_index=batch.target_index.index_select(0, chosen),
-        sequences=tuple(batch.sequences[index] for index in selected),
-        lengths=tuple(batch.lengths[index] for index in selected),
-        roles=tuple(batch.roles[index] for index in selected),
-        target_counts=tuple(batch.target_counts[index] for index in selected),
+        targets=batch.targets.index_select(0, indices),
+        target_index=batch.target_index.index_select(0, indices),
+        sequences=tuple(batch.sequences[index] for index in sequence_indices),
+        lengths=tuple(batch.lengths[index] for index in sequence_indices),
+        roles=tuple(batch.roles[index] for index in sequence_indices),
+        target_counts=tuple(batch.target_counts[index] for index in sequence_indices),
     )
-    return _select_lines(part, selected) if batch.boundaries is None else _select_stretches(part, selected)
+    return (
+        _select_lines(part, sequence_indices) if batch.boundaries is None else _select_stretches(part, sequence_indices)
+    )
 
 
 def _select_lines(part: Batch, selected: list[int]) -> Batch:
@@ -379,8 +383,8 @@ def undial(logits: torch.Tensor, targets: torch.Tensor, teacher: torch.Tensor, b
 
     The teacher is the reference with the logit of the forget token lowered by ``beta``.
     """
-    lowered = teacher.scatter_add(1, targets[:, None], teacher.new_full((len(teacher), 1), -beta))
-    return _compute_soft_cross_entropy(logits, lowered.softmax(1))
+    lowered_logits = teacher.scatter_add(1, targets[:, None], teacher.new_full((len(teacher), 1), -beta))
+    return _compute_soft_cross_entropy(logits, lowered_logits.softmax(1))
 
 
 def ce_u(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -399,8 +403,8 @@ def flatten(logits: torch.Tensor) -> torch.Tensor:
 
 def divergence(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """Compute KL(reference || model) = sum_v pi_ref(v) (log pi_ref(v) - log pi(v)) on retain (arXiv 2401.06121)."""
-    expected = teacher.log_softmax(1)
-    return (expected.exp() * (expected - logits.log_softmax(1))).sum(1)
+    teacher_logs = teacher.log_softmax(1)
+    return (teacher_logs.exp() * (teacher_logs - logits.log_softmax(1))).sum(1)
 
 
 def _compute_soft_cross_entropy(logits: torch.Tensor, aim: torch.Tensor) -> torch.Tensor:
@@ -497,8 +501,8 @@ def sample_direction(width: int, coefficient: float, seed: int) -> torch.Tensor:
 
     It depends only on ``width``, ``coefficient`` and ``seed``.
     """
-    drawn = torch.rand(width, generator=torch.Generator().manual_seed(seed))
-    return drawn / drawn.norm() * coefficient
+    vector = torch.rand(width, generator=torch.Generator().manual_seed(seed))
+    return vector / vector.norm() * coefficient
 
 
 # Dual ascent of PDU (arXiv 2506.05314): forget as much as the limit of the retain loss permits.

@@ -112,9 +112,9 @@ class UnlearnLM(CausalLM):
 
     def taken(self, batch: Batch) -> torch.Tensor:
         """Return the same as ``compute_activations`` from the last pass over the batch."""
-        taken, self._tapped = self._tapped, None
-        assert taken is not None
-        at = taken.reshape(-1, taken.shape[-1]).index_select(0, batch.target_index + 1)
+        hidden, self._tapped = self._tapped, None
+        assert hidden is not None
+        at = hidden.reshape(-1, hidden.shape[-1]).index_select(0, batch.target_index + 1)
         return at.to(torch.promote_types(at.dtype, torch.float32))
 
     @contextmanager

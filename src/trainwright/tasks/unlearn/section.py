@@ -84,9 +84,9 @@ class UnlearnSection(Section):
 
     def value(self, key: str) -> Any:
         """Return the value of a key: from the recipe, or the objective's default."""
-        written = getattr(self, key)
-        if written is not None:
-            return written
+        setting = getattr(self, key)
+        if setting is not None:
+            return setting
         common = {"gamma": 1.0, "alpha": 1.0, "retain_loss": "nll"}
         return self.facts.defaults.get(key, common.get(key))
 
@@ -164,8 +164,8 @@ class UnlearnData(DataSection):
 
     def part(self, key: str) -> UnlearnData:
         """Return the data of one of ``PARTS`` alone, as training data; no validation rows are held out."""
-        nothing = dict.fromkeys(("benchmark", "validation", *PARTS))
-        section = self.model_copy(update={**nothing, "train": getattr(self, key)})
+        empty_fields = dict.fromkeys(("benchmark", "validation", *PARTS))
+        section = self.model_copy(update={**empty_fields, "train": getattr(self, key)})
         section._part = f"data.{key}"
         return section
 
@@ -175,7 +175,9 @@ class UnlearnData(DataSection):
         if self.train is not None:
             return super().sources
         parts = (self.forget, self.retain)
-        return tuple(SourceSection(source=one, limit=self.limit, **self._select_row_keys()) for one in parts if one)
+        return tuple(
+            SourceSection(source=source, limit=self.limit, **self._select_row_keys()) for source in parts if source
+        )
 
     @property
     def source_keys(self) -> tuple[str, ...]:

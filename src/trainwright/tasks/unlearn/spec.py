@@ -60,7 +60,7 @@ def _check_objective(section: UnlearnSection) -> Iterator[Contradiction]:
     name = section.objective
     for key in _OWN:
         if getattr(section, key) is not None and key not in section.facts.defaults:
-            owners = ", ".join(other for other in OBJECTIVES.names() if key in OBJECTIVES.get(other).defaults)
+            owners = ", ".join(name for name in OBJECTIVES.names() if key in OBJECTIVES.get(name).defaults)
             yield Contradiction(
                 (f"unlearn.{key}", "unlearn.objective"),
                 f"has no effect with unlearn.objective {name}, only with {owners}",

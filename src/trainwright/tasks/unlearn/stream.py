@@ -44,10 +44,10 @@ def join_datasets(forget: TokenDataset, retain: TokenDataset | None, cache: Path
     fingerprint = hashlib.sha256(f"{forget.fingerprint}+{retain.fingerprint}".encode()).hexdigest()[:32]
     directory = cache / "datasets" / fingerprint
     with explain_cache_errors(cache / "datasets", CANNOT_STORE):
-        paired = build_once(
+        paired_dataset = build_once(
             directory, lambda: open_dataset(directory), lambda path: _join(forget, retain, fingerprint).save(path)
         )
-    return replace(paired, paired=PairedSequences(forget.sequence_count, retain.sequence_count))
+    return replace(paired_dataset, paired=PairedSequences(forget.sequence_count, retain.sequence_count))
 
 
 def _join(forget: TokenDataset, retain: TokenDataset, fingerprint: str) -> TokenDataset:
@@ -71,18 +71,18 @@ def select_role_examples(dataset: TokenDataset, roles: tuple[int, ...]) -> Token
     """Return the same examples, restricted to sequences (except paired ones) with one of ``roles``."""
     if dataset.members is None or dataset.roles is None:
         return dataset
-    selected = [index for index, sequence in enumerate(dataset.members[0]) if dataset.role(int(sequence)) in roles]
-    return replace(dataset, members=np.ascontiguousarray(dataset.members[:, selected]))
+    columns = [index for index, sequence in enumerate(dataset.members[0]) if dataset.role(int(sequence)) in roles]
+    return replace(dataset, members=np.ascontiguousarray(dataset.members[:, columns]))
 
 
 def sample_examples(dataset: TokenDataset, size: float | int, seed: int) -> TokenDataset:
     """Return a fraction or a number of the examples, sampled with ``seed``; all if there are fewer."""
     count = max(1, round(size * len(dataset))) if isinstance(size, float) else min(size, len(dataset))
-    chosen = np.sort(permute_indices(len(dataset), f"{seed}/{dataset.fingerprint}/validation")[:count])
+    indices = np.sort(permute_indices(len(dataset), f"{seed}/{dataset.fingerprint}/validation")[:count])
     members = np.arange(len(dataset), dtype=np.int64)[:, None] if dataset.members is None else dataset.members
-    paired = dataset.paired
+    pairing = dataset.paired
     digest = hashlib.sha256(f"{dataset.fingerprint}/{seed}/{count}".encode()).hexdigest()[:32]
-    return replace(dataset, members=members[chosen], paired=paired, fingerprint=digest)
+    return replace(dataset, members=members[indices], paired=pairing, fingerprint=digest)
 
 
 def refuse_overlap(data: UnlearnData) -> None:
@@ -212,7 +212,7 @@ def _parse_refusal(line: str, location: str) -> str:
         value = json.loads(line)
     except (ValueError, RecursionError):
         return line
-    texts = [one for one in value.values() if isinstance(one, str)] if isinstance(value, dict) else [value]
+    texts = [text for text in value.values() if isinstance(text, str)] if isinstance(value, dict) else [value]
     if len(texts) != 1 or not isinstance(texts[0], str):
         raise RequestError(f"{location}: a refusal must be one text, not {len(texts)}")
     return texts[0].strip()

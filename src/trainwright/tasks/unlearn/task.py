@@ -101,11 +101,11 @@ class Unlearning(ReferenceTask):
         self._pairs = 0
         if self._unlearn.facts.ascends:
             self.state = {"alpha": self._unlearn.value("alpha"), "steps": 0.0}
-        steered = None
+        steering_vector = None
         if self._unlearn.facts.of == "activations":
             width = self._lm.config.get_text_config().hidden_size
-            steered = sample_direction(width, self._unlearn.value("steering_coefficient"), recipe.train.seed)
-        self._losses = UnlearnLosses(self._unlearn, self._log_probabilities, steered)
+            steering_vector = sample_direction(width, self._unlearn.value("steering_coefficient"), recipe.train.seed)
+        self._losses = UnlearnLosses(self._unlearn, self._log_probabilities, steering_vector)
         self._watch = self._watched(recipe)
         self.answers = self._watch is not None
 
@@ -130,12 +130,12 @@ class Unlearning(ReferenceTask):
         how: dict[str, Any] = {"attention": self._recipe.model.attention, "kernels": self._recipe.model.kernels}
         if self._adapter is None and last_block is not None:
             freeze(model, self._recipe.model, last_block)
-        copied = load_frozen_copy(
+        model_and_weights = load_frozen_copy(
             self._recipe, self._tokenizer, packed=self._packed, layer=layer if last_block is not None else None
         )
-        if copied is None:
+        if model_and_weights is None:
             return UnlearnLM(model, packed=self._packed, layer=layer, **how)
-        frozen, weights = copied
+        frozen, weights = model_and_weights
         if self.weights is not None:
             assert weights is not None, "the reference is read in parts where the model is"
             self.weights = CombinedWeights(self.weights, weights)
@@ -175,9 +175,9 @@ class Unlearning(ReferenceTask):
         streams = [stream for stream in (self.stream, self.validation) if stream is not None]
         if (self.stream.total_examples or 0) >= len(self._rows.forget):
             return list(range(len(self._rows.forget)))
-        each = len(self._rows.forget.sequences(0))
+        sequences_per_row = len(self._rows.forget.sequences(0))
         sequences = {stream.dataset.sequences(example)[0] for stream in streams for example in stream.seen()}
-        return sorted({sequence // each for sequence in sequences})
+        return sorted({sequence // sequences_per_row for sequence in sequences})
 
     def _log_probabilities(self, batch: Batch) -> torch.Tensor:
         """Return the reference's log-probability of each sequence [S], float64; 0 for retain rows, which have none."""
@@ -235,8 +235,8 @@ class Unlearning(ReferenceTask):
         if unseen:
             losses = module(batch, losses=True)
             for role in unseen:
-                each = zip(losses.split(batch.target_counts), batch.roles, strict=True)
-                sums.see(batch, torch.cat([part for part, its in each if its == role]), role)
+                role_parts = zip(losses.split(batch.target_counts), batch.roles, strict=True)
+                sums.see(batch, torch.cat([part for part, its in role_parts if its == role]), role)
         return sums.vector(self._build_counts(batch), device) * float(micro.weight > 0)
 
     def metrics(self, statistics: Sequence[float]) -> dict[str, float]:
@@ -275,17 +275,17 @@ class Unlearning(ReferenceTask):
 
     def export(self, tensors: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
         """Write the model without its reference, negated if the objective subtracts."""
-        own: Iterable[tuple[str, torch.Tensor]]
-        own = ((name, tensor) for name, tensor in tensors if not name.startswith(PREFIX))
+        model_tensors: Iterable[tuple[str, torch.Tensor]]
+        model_tensors = ((name, tensor) for name, tensor in tensors if not name.startswith(PREFIX))
         scale = self._unlearn.value("scale") if self._unlearn.facts.subtracts else None
         if self._adapter is not None:
-            super().export(own if scale is None else negate_adapter(own, scale), directory)
+            super().export(model_tensors if scale is None else negate_adapter(model_tensors, scale), directory)
             return
         if scale is not None:
             start = load_model(self._recipe.model, torch.float32, self._recipe.train.seed, self._tokenizer)
             before = {f"model.{name}": tensor.detach() for name, tensor in start.named_parameters()}
-            own = negate_change(own, before, scale)
-        super().export(own, directory)
+            model_tensors = negate_change(model_tensors, before, scale)
+        super().export(model_tensors, directory)
 
     def read_back(
         self, module: nn.Module, directory: Path | None, *, all_parameters: bool, same_logits: bool = True
@@ -332,19 +332,19 @@ def prepare_rows(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, cache
         for part, kind in parts.items()
     }
     forget = prepared_parts["forget"].train
-    everything = join_datasets(forget, prepared_parts["retain"].train if "retain" in prepared_parts else None, cache)
+    all_rows = join_datasets(forget, prepared_parts["retain"].train if "retain" in prepared_parts else None, cache)
     validation = None
     if data.held_out is not None:
-        validation = sample_examples(everything, data.held_out, seed)
+        validation = sample_examples(all_rows, data.held_out, seed)
     taught = (REFUSAL,) if section.facts.learns == "refusals" else (FORGET, REFUSAL)
     lines = [line for part in prepared_parts.values() for line in part.summary if not line.startswith("split: ")]
-    lines.append(_describe_pairs(everything, validation))
-    prepared = PreparedData(
-        select_role_examples(everything, taught), validation, lines, prepared_parts["forget"].directory
+    lines.append(_describe_pairs(all_rows, validation))
+    prepared_data = PreparedData(
+        select_role_examples(all_rows, taught), validation, lines, prepared_parts["forget"].directory
     )
     check_tokens(recipe, [part.train for part in prepared_parts.values()], tokenizer)
-    check_prepared(recipe, prepared, cache)
-    return UnlearnRows(prepared, forget)
+    check_prepared(recipe, prepared_data, cache)
+    return UnlearnRows(prepared_data, forget)
 
 
 def _describe_pairs(pairs: TokenDataset, validation: TokenDataset | None) -> str:
@@ -435,13 +435,13 @@ def check_reference(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase) ->
             f"{_KEY}: {other.name} has a different tokenizer ({different:,} differences in the vocabulary), so "
             "probabilities cannot be compared; use a model with the same tokenizer"
         )
-    own, theirs = (load_config(each).get_text_config() for each in (recipe.model, other))
-    keys = ["vocab_size"] if own.vocab_size != theirs.vocab_size else []
-    if recipe.own(UnlearnSection).facts.of == "activations" and own.hidden_size != theirs.hidden_size:
+    ours, theirs = (load_config(section).get_text_config() for section in (recipe.model, other))
+    keys = ["vocab_size"] if ours.vocab_size != theirs.vocab_size else []
+    if recipe.own(UnlearnSection).facts.of == "activations" and ours.hidden_size != theirs.hidden_size:
         keys.append("hidden_size")
     for key in keys:
         raise RequestError(
-            f"{_KEY}: {other.name} has a {key} of {getattr(theirs, key):,} and the model {getattr(own, key):,}; they "
+            f"{_KEY}: {other.name} has a {key} of {getattr(theirs, key):,} and the model {getattr(ours, key):,}; they "
             "cannot be compared"
         )
 
@@ -455,11 +455,11 @@ def load_frozen_copy(
         layer: the last block to keep if only its output is needed.
     """
     section = recipe.own(UnlearnSection)
-    other = find_other_model(recipe)
+    reference = find_other_model(recipe)
     adapted = recipe.model.adapter.type != "none"
-    if other is None and (adapted or not section.needs_reference_model):
+    if reference is None and (adapted or not section.needs_reference_model):
         return None
-    reference_section = other or recipe.model.model_copy(update={"adapter": AdapterSection()})
+    reference_section = reference or recipe.model.model_copy(update={"adapter": AdapterSection()})
     model, weights = load(recipe, reference_section, tokenizer, f"{PREFIX}model.")
     model.requires_grad_(False)
     lm = UnlearnLM(model, packed=packed, layer=layer, attention=recipe.model.attention, kernels=recipe.model.kernels)

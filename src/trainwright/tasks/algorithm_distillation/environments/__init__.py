@@ -46,7 +46,11 @@ def make(name: str, **options: Any) -> Environment:
     for option in options:
         if option not in parameters:
             raise RequestError(f"environment {name}: has no option {option}; it has {', '.join(parameters)}")
-    missing = [key for key, one in parameters.items() if one.default is inspect.Parameter.empty and key not in options]
+    missing = [
+        key
+        for key, parameter in parameters.items()
+        if parameter.default is inspect.Parameter.empty and key not in options
+    ]
     if missing:
         raise RequestError(f"environment {name}: needs the option {missing[0]}")
     environment: Environment = kind(**options)

@@ -184,13 +184,13 @@ class _BanditCopies(VectorEnvironment):
 
     def _move(self, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         means = self.tasks.gather(1, actions[:, None])[:, 0]
-        drawn = sample_uniform(self.seeds, self.draws)
+        uniforms = sample_uniform(self.seeds, self.draws)
         if self.noise is None:
-            rewards = (drawn < means).float()
+            rewards = (uniforms < means).float()
         else:
             # Box and Muller's transform of two uniform numbers into a normal one.
             angle = 2 * torch.pi * sample_uniform(self.second_seeds, self.draws)
-            rewards = means + self.noise * (-2 * torch.log1p(-drawn)).sqrt() * angle.cos()
+            rewards = means + self.noise * (-2 * torch.log1p(-uniforms)).sqrt() * angle.cos()
         self.draws += 1
         return rewards, None
 
@@ -235,8 +235,8 @@ class Bandit(Environment):
 
     def tasks(self) -> torch.Tensor:
         """Return all tasks of the environment, [n, p]."""
-        places = torch.arange(self.count * self.action_count) + (self.seed << 32)
-        return sample_uniform(places, 0).view(self.count, self.action_count)
+        seeds = torch.arange(self.count * self.action_count) + (self.seed << 32)
+        return sample_uniform(seeds, 0).view(self.count, self.action_count)
 
     def describe(self, task: torch.Tensor) -> str:
         """Describe a task by its best arm."""

@@ -271,7 +271,7 @@ def _import_environment(entry_point: str) -> type[Any]:
         import gymnasium
     except ImportError:
         raise MachineError(f"{_KEY}: needs Gymnasium: {install_command('reinforcement')}") from None
-    loaded = load_named(str(entry_point), f"{_KEY}: entry_point {entry_point}")
-    if not (isinstance(loaded, type) and issubclass(loaded, gymnasium.Env)):
+    loaded_class = load_named(str(entry_point), f"{_KEY}: entry_point {entry_point}")
+    if not (isinstance(loaded_class, type) and issubclass(loaded_class, gymnasium.Env)):
         raise RequestError(f"{_KEY}: entry_point {entry_point} is not a subclass of gymnasium.Env")
-    return loaded
+    return loaded_class

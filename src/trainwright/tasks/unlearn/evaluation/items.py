@@ -76,8 +76,8 @@ def read_sets(benchmark: Benchmark, names: Iterable[str], limit: int | None, key
     Raises:
         RequestError: a source or a row is invalid, with the row's file and line.
     """
-    chosen = [name for name in benchmark.sets if name in set(names)]
-    return {name: read_set(benchmark.sets[name], limit, key) for name in chosen}
+    set_names = [name for name in benchmark.sets if name in set(names)]
+    return {name: read_set(benchmark.sets[name], limit, key) for name in set_names}
 
 
 def read_set(evaluation_set: EvaluationSet, limit: int | None, key: str) -> ItemSet:
@@ -97,8 +97,8 @@ def read_set(evaluation_set: EvaluationSet, limit: int | None, key: str) -> Item
         except RequestError as error:
             raise RequestError(f"{key}: {locate_row(source, number)}: {error}") from None
     if evaluation_set.examples is not None:
-        shown = read_set(replace(evaluation_set, source=evaluation_set.examples, examples=None), None, key)
-        before += "".join(f"Question: {item.prompt}\nAnswer: {item.answer}\n\n" for item in shown.items)
+        examples = read_set(replace(evaluation_set, source=evaluation_set.examples, examples=None), None, key)
+        before += "".join(f"Question: {item.prompt}\nAnswer: {item.answer}\n\n" for item in examples.items)
     return ItemSet(source, style, items, before)
 
 
@@ -107,7 +107,7 @@ def _parse_question(row: Row) -> Item:
     wrong = row.get("perturbed_answer", [])
     if isinstance(wrong, str):
         wrong = [wrong]
-    if not isinstance(wrong, list) or not all(isinstance(each, str) and each.strip() for each in wrong):
+    if not isinstance(wrong, list) or not all(isinstance(text, str) and text.strip() for text in wrong):
         raise RequestError("the field perturbed_answer should be a list of texts")
     paraphrase = read_text_field(row, "paraphrased_answer") if "paraphrased_answer" in row else None
     return Item(read_text_field(row, "question"), read_text_field(row, "answer"), paraphrase, tuple(wrong))
@@ -131,9 +131,9 @@ def _parse_choice(row: Row) -> Item:
         right = _LETTERS.index(right.strip())
     if not isinstance(right, int) or isinstance(right, bool) or not 0 <= right < len(choices):
         raise RequestError(f"the field answer should be the number of a choice, 0 to {len(choices) - 1}, or its letter")
-    listed = "".join(f"\n{letter}. {choice}" for letter, choice in zip(_LETTERS, choices, strict=False))
+    choice_lines = "".join(f"\n{letter}. {choice}" for letter, choice in zip(_LETTERS, choices, strict=False))
     letters = [f" {letter}" for letter in _LETTERS[: len(choices)]]
-    return Item(f"{question}{listed}\nAnswer:", letters.pop(right), None, tuple(letters))
+    return Item(f"{question}{choice_lines}\nAnswer:", letters.pop(right), None, tuple(letters))
 
 
 _BUILDERS = {"chat": _parse_question, "few_shot": _parse_question, "continue": _parse_passage, "choices": _parse_choice}
@@ -177,23 +177,23 @@ class ItemSequences:
     def save(self, directory: Path) -> None:
         """Write everything to ``directory``, for other processes."""
         self.dataset.save(directory / "tokens")
-        places = [[*key, number] for key, number in self.places.items()]
-        about = {"places": places, "text_targets": self.text_targets}
+        entries = [[*key, number] for key, number in self.places.items()]
+        about = {"places": entries, "text_targets": self.text_targets}
         (directory / "sequences.json").write_text(json.dumps(about), encoding="utf-8")
 
     @classmethod
     def open(cls, directory: Path) -> ItemSequences:
         """Read what ``save`` wrote."""
         about = json.loads((directory / "sequences.json").read_text(encoding="utf-8"))
-        places = {(name, item, what, which): number for name, item, what, which, number in about["places"]}
-        return cls(TokenDataset.open(directory / "tokens"), places, about["text_targets"])
+        sequence_numbers = {(name, item, kind, which): number for name, item, kind, which, number in about["places"]}
+        return cls(TokenDataset.open(directory / "tokens"), sequence_numbers, about["text_targets"])
 
     def select_set(self, name: str) -> list[int]:
         """Return the sequences of the answers of a set, in the order of its items."""
-        numbered = [
-            (item, number) for (each, item, what, _), number in self.places.items() if (each, what) == (name, ANSWER)
+        pairs = [
+            (item, number) for (part, item, kind, _), number in self.places.items() if (part, kind) == (name, ANSWER)
         ]
-        return [number for _, number in sorted(numbered)]
+        return [number for _, number in sorted(pairs)]
 
 
 @dataclass(frozen=True)
@@ -229,20 +229,20 @@ class ItemEncoder:
     def sequences(self, sets: Mapping[str, ItemSet], kinds: Sequence[str]) -> ItemSequences:
         """Return every item's answer and, of ``kinds``, paraphrase and wrong answers, for sets that have them."""
         pairs: list[Encoded] = []
-        places: dict[tuple[str, int, str, int], int] = {}
-        for name, each in sets.items():
+        sequence_numbers: dict[tuple[str, int, str, int], int] = {}
+        for name, item_set in sets.items():
             texts = [
-                (number, what, which, text)
-                for number, item in enumerate(each.items)
-                for what, which, text in _iterate_texts(item)
-                if what == ANSWER or (what in kinds and each.has_wrong)
+                (number, kind, which, text)
+                for number, item in enumerate(item_set.items)
+                for kind, which, text in _iterate_texts(item)
+                if kind == ANSWER or (kind in kinds and item_set.has_wrong)
             ]
-            for (number, what, which, _), pair in zip(texts, self._encoded(each, texts), strict=True):
-                places[name, number, what, which] = len(pairs)
-                pairs.append(self._within(pair, each, number))
+            for (number, kind, which, _), pair in zip(texts, self._encoded(item_set, texts), strict=True):
+                sequence_numbers[name, number, kind, which] = len(pairs)
+                pairs.append(self._within(pair, item_set, number))
         stops = {*self._tokenizer.all_special_ids, *self._tokenizer.added_tokens_decoder}
         text = [_count_text_targets(ids, flags, stops) for ids, flags in pairs]
-        return ItemSequences(TokenDataset.from_examples(pairs, fingerprint(pairs)), places, text)
+        return ItemSequences(TokenDataset.from_examples(pairs, fingerprint(pairs)), sequence_numbers, text)
 
     def prompts(self, each: ItemSet, positions: int | None) -> ItemPrompts:
         """Return the prompts and reference answers of all items. They must leave space for an answer in a model with
@@ -268,8 +268,8 @@ class ItemEncoder:
         """Return the answers, truncated to the longest possible answer."""
         answers = [item.answer for item in each.items]
         if each.style == "continue":
-            encoded = call_tokenizer(self._tokenizer, answers, add_special_tokens=False, verbose=False)["input_ids"]
-            answers = [str(self._tokenizer.decode(ids[: NEW_TOKENS["continue"]])) for ids in encoded]
+            answer_ids = call_tokenizer(self._tokenizer, answers, add_special_tokens=False, verbose=False)["input_ids"]
+            answers = [str(self._tokenizer.decode(ids[: NEW_TOKENS["continue"]])) for ids in answer_ids]
         return [answer.strip() for answer in answers]
 
     def _encoded(self, each: ItemSet, numbered_texts: Sequence[tuple[int, str, int, str]]) -> Iterator[Encoded]:
@@ -284,8 +284,8 @@ class ItemEncoder:
         openings = [_format_opening(each, each.items[number]) for number, *_ in numbered_texts]
         space = " " if each.style == "few_shot" else ""
         texts = [f"{opening}{space}{text}" for opening, (*_, text) in zip(openings, numbered_texts, strict=True)]
-        encoded = call_tokenizer(self._tokenizer, texts, return_offsets_mapping=True, verbose=False)
-        for opening, ids, offsets in zip(openings, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+        encoding = call_tokenizer(self._tokenizer, texts, return_offsets_mapping=True, verbose=False)
+        for opening, ids, offsets in zip(openings, encoding["input_ids"], encoding["offset_mapping"], strict=True):
             # The tokens that end after the opening are targets.
             yield list(ids), [end > len(opening) for _, end in offsets]
 

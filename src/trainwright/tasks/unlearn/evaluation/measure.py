@@ -87,8 +87,8 @@ class MeasurementJob:
         """Write the object to a file or directory."""
         self.sequences.save(directory)
         about = {
-            "sets": {name: asdict(each) for name, each in self.sets.items()},
-            "prompts": {name: asdict(each) for name, each in self.prompts.items()},
+            "sets": {name: asdict(entry) for name, entry in self.sets.items()},
+            "prompts": {name: asdict(entry) for name, entry in self.prompts.items()},
             "attacked": self.attacked,
             "attacked_sets": self.attacked_sets,
         }
@@ -98,10 +98,10 @@ class MeasurementJob:
     def open(cls, directory: Path) -> MeasurementJob:
         """Read what ``save`` wrote."""
         about = json.loads((directory / "work.json").read_text(encoding="utf-8"))
-        prompts = {name: ItemPrompts(**each) for name, each in about["prompts"].items()}
-        sets = {name: _set(each) for name, each in about["sets"].items()}
-        attacked = tuple(about["attacked"]), tuple(about["attacked_sets"])
-        return cls(sets, ItemSequences.open(directory), prompts, *attacked)
+        prompts = {name: ItemPrompts(**entry) for name, entry in about["prompts"].items()}
+        sets = {name: _set(entry) for name, entry in about["sets"].items()}
+        attack_arguments = tuple(about["attacked"]), tuple(about["attacked_sets"])
+        return cls(sets, ItemSequences.open(directory), prompts, *attack_arguments)
 
 
 def _set(values: Mapping[str, Any]) -> ItemSet:
@@ -129,9 +129,9 @@ def answer_sets(
         style = work.sets[name].style
         stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=style == "chat").add_texts(STOP_TEXTS.get(style, ()))
         settings = AnswerSettings(Sampling(max_new_tokens=NEW_TOKENS.get(style, longest)), stop, rows)
-        done = stage(f"answers of {name}", len(prompts.tokens))
+        progress = stage(f"answers of {name}", len(prompts.tokens))
         with loaded.lm.open_for_generation() as model:
-            answers[name] = answer_all(model, loaded.tokenizer, prompts.tokens, settings, world, done)
+            answers[name] = answer_all(model, loaded.tokenizer, prompts.tokens, settings, world, progress)
     return answers
 
 
@@ -146,23 +146,23 @@ def measure_attack_items(
     sequences = work.sequences
     items: dict[str, dict[str, Sequence[Floats]]] = {}
     text = sequences.text_targets
-    places = {name: sequences.select_set(name) for name in work.attacked_sets}
-    numbers = [number for mine in places.values() for number in mine]
+    numbers_by_set = {name: sequences.select_set(name) for name in work.attacked_sets}
+    numbers = [number for mine in numbers_by_set.values() for number in mine]
     if "standardized" in work.attacked:
         part = sequences.dataset.part(numbers)
         scores = score_standardized(loaded.lm, part, world, done=stage("Min-K++", len(part)))
-        standardized = dict(zip(numbers, scores, strict=True))
+        standardized_scores = dict(zip(numbers, scores, strict=True))
         items["standardized"] = {
-            name: [standardized[number][: text[number]].astype(np.float64) for number in mine]
-            for name, mine in places.items()
+            name: [standardized_scores[number][: text[number]].astype(np.float64) for number in mine]
+            for name, mine in numbers_by_set.items()
         }
     if "gradient_norm" in work.attacked:
         norms = dict(zip(numbers, measure_gradient_norms(loaded.lm, sequences, numbers, world, stage), strict=True))
-        items["gradient_norm"] = {name: [np.array([norms[n]]) for n in mine] for name, mine in places.items()}
+        items["gradient_norm"] = {name: [np.array([norms[n]]) for n in mine] for name, mine in numbers_by_set.items()}
     if other is not None:
         items["other_losses"] = {
             name: [other[number].losses[: text[number]].astype(np.float64) for number in mine]
-            for name, mine in places.items()
+            for name, mine in numbers_by_set.items()
         }
     return items
 
@@ -181,8 +181,8 @@ def measure_gradient_norms(
         weight.requires_grad_(True)
     try:
         costs = [float(dataset.length(index)) for index in range(len(dataset))]
-        done = stage("gradients", len(dataset))
-        return map_over_ranks(world, [[index] for index in range(len(dataset))], costs, work, done)
+        progress = stage("gradients", len(dataset))
+        return map_over_ranks(world, [[index] for index in range(len(dataset))], costs, work, progress)
     finally:
         for weight in weights:
             weight.requires_grad_(False)
@@ -220,8 +220,8 @@ def select_few_sequences(
         RequestError: a row is invalid, with its file and line.
     """
     sets = read_sets(benchmark, _TRUTH_RATIOS, rows, key)
-    compared = {name: items for name, items in sets.items() if items.has_wrong}
-    return ItemEncoder(tokenizer, positions, key).sequences(compared, (PARAPHRASE, WRONG)) if compared else None
+    few_sets = {name: items for name, items in sets.items() if items.has_wrong}
+    return ItemEncoder(tokenizer, positions, key).sequences(few_sets, (PARAPHRASE, WRONG)) if few_sets else None
 
 
 def measure_truth_ratios(
@@ -279,10 +279,10 @@ def measure_relearning(loaded: Loaded, forget: TokenDataset, how: Relearning, wo
         raise RequestError(
             "--metrics relearning: the forget set has only one row, but some must be held out to measure"
         )
-    shown = max(1, int(len(forget) * _SHOWN))
-    rest = forget.part(range(shown, len(forget)))
-    batches = _build_batches(forget.part(range(shown)), world)
-    weights = [each for each in loaded.lm.parameters() if each.is_floating_point()]
+    train_count = max(1, int(len(forget) * _SHOWN))
+    rest = forget.part(range(train_count, len(forget)))
+    batches = _build_batches(forget.part(range(train_count)), world)
+    weights = [parameter for parameter in loaded.lm.parameters() if parameter.is_floating_point()]
     for weight in weights:
         weight.requires_grad_(True)
     optimizer = torch.optim.AdamW(weights, lr=how.learning_rate, weight_decay=0.0)
@@ -318,7 +318,7 @@ def _build_batches(dataset: TokenDataset, world: World) -> list[Batch]:
 
 def measure_probability(loaded: Loaded, dataset: TokenDataset, world: World) -> float:
     """Return the mean probability per token of the targets of every document. Every rank must call."""
-    return float(np.mean([np.exp(-mean_loss(each)) for each in score(loaded.lm, dataset, world)]))
+    return float(np.mean([np.exp(-mean_loss(token_scores)) for token_scores in score(loaded.lm, dataset, world)]))
 
 
 _MODEL, _OTHER = "found.json", "other.json"
@@ -341,10 +341,10 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
     names = choose_metrics(request, sets)
     tokenizer = load_tokenizer(model.section)
     if request.reference_model is not None:
-        other = _set_tokenizer(find_model(request.reference_model), request)
-        if load_tokenizer(other.section).get_vocab() != tokenizer.get_vocab():
-            raise RequestError(f"--reference-model: {other.origin} has another tokenizer than {model.origin}")
-        other.save(work / _OTHER)
+        reference_model = _set_tokenizer(find_model(request.reference_model), request)
+        if load_tokenizer(reference_model.section).get_vocab() != tokenizer.get_vocab():
+            raise RequestError(f"--reference-model: {reference_model.origin} has another tokenizer than {model.origin}")
+        reference_model.save(work / _OTHER)
     encoder = ItemEncoder(tokenizer, _choose_max_length(request, model), KEY)
     job = _build_job(names, sets, encoder, read_max_positions(model.section))
     job.save(work)
@@ -365,10 +365,10 @@ def choose_benchmark(request: EvaluationRequest, model: UnloadedModel) -> Benchm
     data = None if model.recipe is None else model.recipe.data
     if (name := getattr(data, "benchmark", None)) is not None:
         return find_benchmark(name)
-    own = {name: getattr(data, name, None) for name in ("forget", "retain", "holdout")}
-    if own["forget"] is None:
+    sources = {name: getattr(data, name, None) for name in ("forget", "retain", "holdout")}
+    if sources["forget"] is None:
         raise RequestError(f"{KEY}: {model.origin} is not an unlearning run with its own rows; pass a benchmark")
-    return find_benchmark("files@" + ",".join(f"{name}={source}" for name, source in own.items() if source))
+    return find_benchmark("files@" + ",".join(f"{name}={source}" for name, source in sources.items() if source))
 
 
 def choose_metrics(request: EvaluationRequest, sets: dict[str, ItemSet]) -> list[str]:
@@ -394,48 +394,48 @@ def _build_job(
     names: list[str], sets: dict[str, ItemSet], encoder: ItemEncoder, positions: int | None
 ) -> MeasurementJob:
     sets_by_metric = {name: select_sets(name, list(sets)) for name in names}
-    scored = [each for each in sets if any(each in sets_by_metric[name] for name in names)]
-    weighed = any(METRICS[name].wrong for name in names) or not set(scored).isdisjoint(OPTIONS)
-    kinds = (PARAPHRASE, WRONG) if weighed else ()
-    sequences = encoder.sequences({name: sets[name] for name in scored}, kinds)
-    written = [each for each in sets if any(METRICS[name].answers and each in sets_by_metric[name] for name in names)]
-    written = [each for each in written if all(item.prompt for item in sets[each].items)]
-    prompts = {name: encoder.prompts(sets[name], positions) for name in written}
+    scored_sets = [part for part in sets if any(part in sets_by_metric[name] for name in names)]
+    needs_wrong = any(METRICS[name].wrong for name in names) or not set(scored_sets).isdisjoint(OPTIONS)
+    kinds = (PARAPHRASE, WRONG) if needs_wrong else ()
+    sequences = encoder.sequences({name: sets[name] for name in scored_sets}, kinds)
+    text_sets = [part for part in sets if any(METRICS[name].answers and part in sets_by_metric[name] for name in names)]
+    text_sets = [part for part in text_sets if all(item.prompt for item in sets[part].items)]
+    prompts = {name: encoder.prompts(sets[name], positions) for name in text_sets}
     attacks = [name for name in names if METRICS[name].attacked is not None]
-    attacked = tuple(dict.fromkeys(str(METRICS[name].attacked) for name in attacks))
-    return MeasurementJob(sets, sequences, prompts, attacked, tuple(sets_by_metric[attacks[0]]) if attacks else ())
+    attack_kinds = tuple(dict.fromkeys(str(METRICS[name].attacked) for name in attacks))
+    return MeasurementJob(sets, sequences, prompts, attack_kinds, tuple(sets_by_metric[attacks[0]]) if attacks else ())
 
 
 def work_on(request: EvaluationRequest, work: Path, world: World, stage: Stage) -> None:
     """Measure this rank's part; rank 0 writes the result to ``work``. Every rank must call."""
     job, about = MeasurementJob.open(work), json.loads((work / "about.json").read_text(encoding="utf-8"))
     model, dtype = UnloadedModel.open(work / _MODEL), DTYPES[request.dtype]
-    other = None
+    other_scores = None
     if (work / _OTHER).is_file():
-        other = score_sequences(load(UnloadedModel.open(work / _OTHER), dtype, world.device), job, world, stage)
-    loaded = load(model, dtype, world.device)
-    scores = score_sequences(loaded, job, world, stage)
-    answers = answer_sets(loaded, job, request.max_new_tokens, world, stage, request.batch_size)
-    attacked = measure_attack_items(loaded, job, other, world, stage)
+        other_scores = score_sequences(load(UnloadedModel.open(work / _OTHER), dtype, world.device), job, world, stage)
+    loaded_model = load(model, dtype, world.device)
+    scores = score_sequences(loaded_model, job, world, stage)
+    answers = answer_sets(loaded_model, job, request.max_new_tokens, world, stage, request.batch_size)
+    attack_data = measure_attack_items(loaded_model, job, other_scores, world, stage)
     findings = Findings(
         job.sets,
         group_by_set(job.sequences, scores),
-        {name: [answer.text.strip() for answer in each] for name, each in answers.items()},
-        {name: each.references for name, each in job.prompts.items()},
-        attacked,
+        {name: [answer.text.strip() for answer in entry] for name, entry in answers.items()},
+        {name: entry.references for name, entry in job.prompts.items()},
+        attack_data,
         None if request.reference_log is None else read_reference(expand_user_path(request.reference_log)),
     )
     after = {
-        name: _measure_attack(name, request, model, loaded, job, world)
+        name: _measure_attack(name, request, model, loaded_model, job, world)
         for name in about["metrics"]
         if METRICS[name].attack
     }
     if world.is_main:
         values = {name: after[name] if name in after else METRICS[name].compute(findings) for name in about["metrics"]}
-        unfinished = sum(not answer.complete for each in answers.values() for answer in each)
+        unfinished_count = sum(not answer.complete for entry in answers.values() for answer in entry)
         top = {"trainwright": __version__, "model": model.origin, "benchmark": about["benchmark"]}
         report = BenchmarkReport.of(
-            findings, values, top, request.settings, _list_notes(about, findings, unfinished, request)
+            findings, values, top, request.settings, _list_notes(about, findings, unfinished_count, request)
         )
         report.save(work / "report.json")
 
@@ -461,8 +461,8 @@ def _measure_attack(
 
 def _list_notes(about: dict[str, Any], findings: Findings, unfinished: int, request: EvaluationRequest) -> list[str]:
     notes = list(about["notes"])
-    weighed = any(METRICS[name].wrong for name in about["metrics"])
-    for name in findings.scores if weighed else ():
+    needs_wrong = any(METRICS[name].wrong for name in about["metrics"])
+    for name in findings.scores if needs_wrong else ():
         bare = sum(not item.wrong for item in findings.sets[name].items)
         if 0 < bare < len(findings.sets[name].items):
             notes.append(
@@ -475,15 +475,15 @@ def _list_notes(about: dict[str, Any], findings: Findings, unfinished: int, requ
         notes.append(f"{cut} at the limit, in a chat of {format_plural(request.max_new_tokens, 'token')}")
     reference = None if findings.reference is None else findings.reference.truth_ratios
     if reference is not None and "forget_quality" in about["metrics"]:
-        here = len(findings.scores["forget"].answers)
-        if len(reference) != here:
+        rows = len(findings.scores["forget"].answers)
+        if len(reference) != rows:
             notes.append(
-                f"the reference's log has {len(reference):,} rows of the forget set, but this evaluation has {here:,}"
+                f"the reference's log has {len(reference):,} rows of the forget set, but this evaluation has {rows:,}"
             )
     return notes
 
 
 def _choose_max_length(request: EvaluationRequest, model: UnloadedModel) -> int | None:
     return min(
-        (each for each in (request.max_length, read_max_positions(model.section)) if each is not None), default=None
+        (size for size in (request.max_length, read_max_positions(model.section)) if size is not None), default=None
     )

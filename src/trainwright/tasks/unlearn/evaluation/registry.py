@@ -104,19 +104,19 @@ def _build_memorization(measure: Callable[[statistics.Bools], float]) -> Callabl
     def compute(findings: Findings) -> Values:
         name = "verbatim" if "verbatim" in findings.scores else "forget"
         scores = findings.scores[name]
-        each = [measure(scores.select_text_correct(number)) for number in range(len(scores.answers))]
-        return {"forget": float(np.mean(each))}
+        values = [measure(scores.select_text_correct(number)) for number in range(len(scores.answers))]
+        return {"forget": float(np.mean(values))}
 
     return compute
 
 
 def _compute_auc(findings: Findings, attack: Callable[[str, int], float]) -> float:
     members = "members" if "members" in findings.sets else "forget"
-    each = [
+    attack_scores = [
         np.array([attack(name, number) for number in range(len(findings.sets[name].items))])
         for name in (members, "holdout")
     ]
-    return statistics.compute_auc(*each)
+    return statistics.compute_auc(*attack_scores)
 
 
 def _build_loss_attack(attack: Callable[[Floats, str], float]) -> Callable[[Findings], Values]:
@@ -140,8 +140,8 @@ def _build_attack_on_items(what: str, attack: Callable[[Floats], float]) -> Call
 
 def _compute_mia_reference(findings: Findings) -> Values:
     def of(name: str, number: int) -> float:
-        others = findings.attacked["other_losses"][name][number]
-        return statistics.compute_reference_attack(findings.scores[name].select_text_losses(number), others)
+        other_losses = findings.attacked["other_losses"][name][number]
+        return statistics.compute_reference_attack(findings.scores[name].select_text_losses(number), other_losses)
 
     return {"forget": _compute_auc(findings, of)}
 
@@ -233,10 +233,10 @@ _NOT_USUAL = ("mia_gradient_norm", "relearning", "quantisation")
 def select_sets(name: str, available: Sequence[str]) -> list[str]:
     """Return the sets that a metric uses in a benchmark with the sets ``available``."""
     metric = METRICS[name]
-    used = [each for each in metric.sets if each in available]
-    superseded = {"members": "forget", "verbatim": "forget"}  # if the benchmark has a separate set for the purpose
-    dropped = {superseded[each] for each in used if each in superseded and set(metric.sets) & {superseded[each]}}
-    return [each for each in used if each not in dropped]
+    used_sets = [part for part in metric.sets if part in available]
+    fallbacks = {"members": "forget", "verbatim": "forget"}  # if the benchmark has a separate set for the purpose
+    dropped_sets = {fallbacks[part] for part in used_sets if part in fallbacks and set(metric.sets) & {fallbacks[part]}}
+    return [part for part in used_sets if part not in dropped_sets]
 
 
 def describe_missing(name: str, sets: Mapping[str, ItemSet], options: Mapping[str, object]) -> str | None:
@@ -247,11 +247,11 @@ def describe_missing(name: str, sets: Mapping[str, ItemSet], options: Mapping[st
         options: of the command, by name; None or False if not given.
     """
     metric = METRICS[name]
-    if absent := [each for each in metric.needs if each not in sets]:
+    if absent := [part for part in metric.needs if part not in sets]:
         return f"the benchmark has no set {' and '.join(absent)}"
-    if metric.wrong and (bare := [each for each in metric.needs if not sets[each].has_wrong]):
+    if metric.wrong and (bare := [part for part in metric.needs if not sets[part].has_wrong]):
         return f"the rows of {' and '.join(bare)} have no wrong answers (perturbed_answer)"
-    if metric.answers and (mute := [each for each in metric.needs if not _has_prompts(sets[each])]):
+    if metric.answers and (mute := [part for part in metric.needs if not _has_prompts(sets[part])]):
         return f"the rows of {' and '.join(mute)} are texts without prompts"
     if metric.option is not None and not options.get(metric.option):
         return f"it needs {metric.option}"

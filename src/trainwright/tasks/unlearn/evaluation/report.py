@@ -88,10 +88,10 @@ def _parse_reference(file: str, log: Mapping[str, Any]) -> ReferenceLog:
         wrong = part["average_perturb_loss"]
         right = np.array([part["avg_paraphrased_loss"][number] for number in wrong], dtype=np.float64)
         ratios = statistics.compute_truth_ratios(
-            right, [np.atleast_1d(np.array(each, dtype=np.float64)) for each in wrong.values()]
+            right, [np.atleast_1d(np.array(item, dtype=np.float64)) for item in wrong.values()]
         )
     elif "forget_truth_ratio" in log:
-        ratios = np.array([each["score"] for each in log["forget_truth_ratio"]["value_by_index"].values()], dtype=float)
+        ratios = np.array([item["score"] for item in log["forget_truth_ratio"]["value_by_index"].values()], dtype=float)
     if "mia_min_k" in log:
         min_k = float(log["mia_min_k"]["agg_value"])
     elif "mia_min_k" in log.get("metrics", {}):
@@ -113,22 +113,24 @@ def _build_set_part(findings: Findings, name: str, scores: SetScores) -> dict[st
     right = [scores.paraphrases.get(number, answer) for number, answer in enumerate(scores.answers)]
     part = {**_build_losses(scores.answers, "gt")}
     if scores.wrong:
-        wrong = [_build_losses(each, "perturb") for each in scores.wrong]
-        part |= {key: _number_values([list(each[key].values()) for each in wrong]) for key in wrong[0]}
+        wrong = [_build_losses(entry, "perturb") for entry in scores.wrong]
+        part |= {key: _number_values([list(entry[key].values()) for entry in wrong]) for key in wrong[0]}
         part["average_perturb_loss"] = part.pop("avg_perturb_loss")
         part |= _build_losses(right, "paraphrased") | {"truth_ratio": _number_values(scores.truth_ratios.tolist())}
     if name in findings.answers:
         answers, references = findings.answers[name], findings.references[name]
         prompts = [item.prompt for item in findings.sets[name].items]
         recalls = [rouge_l(*pair, stem=True).recall for pair in zip(references, answers, strict=True)]
-        part["generated_text"] = _number_values([list(each) for each in zip(prompts, answers, references, strict=True)])
+        part["generated_text"] = _number_values(
+            [list(entry) for entry in zip(prompts, answers, references, strict=True)]
+        )
         part["rougeL_recall"] = _number_values(recalls)
     return part
 
 
 def _build_losses(scores: Sequence[TokenScores], what: str) -> dict[str, dict[str, Any]]:
-    sums = [float(each.losses.sum(dtype=np.float64)) for each in scores]
-    counts = [len(each.losses) for each in scores]
+    sums = [float(token_scores.losses.sum(dtype=np.float64)) for token_scores in scores]
+    counts = [len(token_scores.losses) for token_scores in scores]
     return {
         f"avg_{what}_loss": _number_values([total / count for total, count in zip(sums, counts, strict=True)]),
         f"{what}_loss": _number_values(sums),
@@ -178,7 +180,7 @@ class BenchmarkReport:
                 zip(findings.sets[name].items, findings.references[name], answers, strict=True)
             )
         ]
-        rows = {name: len(each.items) for name, each in findings.sets.items()}
+        rows = {name: len(item_set.items) for name, item_set in findings.sets.items()}
         return cls(values, rows, about, settings, notes, log_of(findings, values, about), samples)
 
     def save(self, file: Path) -> None:
@@ -232,18 +234,18 @@ class SetScores:
     @property
     def losses(self) -> Floats:
         """Return the mean negative log-likelihood of every answer [items], including the stop."""
-        return np.array([mean_loss(each) for each in self.answers])
+        return np.array([mean_loss(answer) for answer in self.answers])
 
     @property
     def wrong_losses(self) -> list[Floats]:
         """Return the losses of the wrong answers of every item."""
-        return [np.array([mean_loss(each) for each in wrong]) for wrong in self.wrong]
+        return [np.array([mean_loss(answer) for answer in wrong]) for wrong in self.wrong]
 
     @property
     def right_losses(self) -> Floats:
         """Return the losses of right answers to compare with wrong ones [items]: of the paraphrase, if there is one."""
         right = [self.paraphrases.get(number, answer) for number, answer in enumerate(self.answers)]
-        return np.array([mean_loss(each) for each in right])
+        return np.array([mean_loss(answer) for answer in right])
 
     @property
     def truth_ratios(self) -> Floats:
@@ -288,15 +290,15 @@ class Findings:
 def group_by_set(sequences: ItemSequences, scores: Sequence[TokenScores]) -> dict[str, SetScores]:
     """Return the scores of all sequences, grouped by set."""
     by_name: dict[str, SetScores] = {}
-    for (name, item, what, _), number in sequences.places.items():
-        each = by_name.setdefault(name, SetScores([], []))
-        if what == ANSWER:
-            assert item == len(each.answers), "sequences of a set are in the order of its items"
-            each.answers.append(scores[number])
-            each.text_targets.append(sequences.text_targets[number])
-        elif what == PARAPHRASE:
-            each.paraphrases[item] = scores[number]
-        elif what == WRONG:
-            each.wrong.extend([] for _ in range(item + 1 - len(each.wrong)))
-            each.wrong[item].append(scores[number])
+    for (name, item, kind, _), number in sequences.places.items():
+        set_scores = by_name.setdefault(name, SetScores([], []))
+        if kind == ANSWER:
+            assert item == len(set_scores.answers), "sequences of a set are in the order of its items"
+            set_scores.answers.append(scores[number])
+            set_scores.text_targets.append(sequences.text_targets[number])
+        elif kind == PARAPHRASE:
+            set_scores.paraphrases[item] = scores[number]
+        elif kind == WRONG:
+            set_scores.wrong.extend([] for _ in range(item + 1 - len(set_scores.wrong)))
+            set_scores.wrong[item].append(scores[number])
     return by_name

@@ -138,7 +138,7 @@ def compute_truth_ratios(right: Floats, wrong: Sequence[Floats]) -> Floats:
         wrong: those of the wrong answers of every item.
     """
     with np.errstate(over="ignore"):  # may be infinite for a collapsed model
-        return np.exp(right - np.array([each.mean() for each in wrong]))
+        return np.exp(right - np.array([losses.mean() for losses in wrong]))
 
 
 def compute_forget_truth_ratio(ratios: Floats) -> float:
@@ -156,7 +156,7 @@ def compute_option_probabilities(right: Floats, wrong: Sequence[Floats]) -> Floa
     """Return P(right) / (P(right) + sum of P(wrong)) of every item; arguments as for ``compute_truth_ratios``."""
     with np.errstate(over="ignore"):
         # Both divided by P(right), because the probabilities may underflow.
-        odds = [np.exp(own - each).sum() for own, each in zip(right, wrong, strict=True)]
+        odds = [np.exp(right_loss - wrong_losses).sum() for right_loss, wrong_losses in zip(right, wrong, strict=True)]
     return 1 / (1 + np.array(odds))
 
 

@@ -164,8 +164,8 @@ class StudyFile:
     @property
     def benchmark(self) -> Benchmark:
         """Return the first benchmark that is on this machine or on the Hub. Raises RequestError if there is none."""
-        *others, last = self.study.benchmark
-        name = next((each for each in others if not is_missing_here(each)), last)
+        *candidates, last = self.study.benchmark
+        name = next((candidate for candidate in candidates if not is_missing_here(candidate)), last)
         return find_benchmark(name, f"{self.origin('benchmark')}: benchmark")
 
     def splits(self) -> dict[str, StudyFile]:
@@ -178,8 +178,8 @@ class StudyFile:
 
     def _split(self, name: str) -> StudyFile:
         values = {key: value for key, value in self.tree.values.items() if key != "splits"}
-        own = self.study.splits[name]
-        for key, value in own.items():
+        split_values = self.study.splits[name]
+        for key, value in split_values.items():
             before = values.get(key)
             values[key] = before | value if isinstance(before, dict) and isinstance(value, dict) else value
         values["directory"] = str(Path(self.study.directory) / name)
@@ -198,8 +198,8 @@ class StudyFile:
         """
         size = self.study.tokenizer_vocabulary
         model = {**self.study.model, **({} if size is None else {"tokenizer": f"bpe:{size}:{everything}"})}
-        own = {"task": "sft", "model": model, "data": {"train": source, "validation": None}}
-        recipe = self._recipe(own, ("finetune",))
+        recipe_values = {"task": "sft", "model": model, "data": {"train": source, "validation": None}}
+        recipe = self._recipe(recipe_values, ("finetune",))
         if recipe.model.adapter.type != "none":
             raise RequestError(
                 f"{self.origin('model', 'adapter')}: model.adapter: unlearning starts from the full model; remove it "
@@ -219,8 +219,8 @@ class StudyFile:
         """
         data = {**rows, "validation": None}
         model = {**({} if self.study.full is None else self.study.model), "name": str(start)}
-        own = {"task": _TASK, "model": model, "data": data, _TASK: {"objective": name}}
-        recipe = self._recipe(own, ("unlearn",), ("objectives", name))
+        recipe_values = {"task": _TASK, "model": model, "data": data, _TASK: {"objective": name}}
+        recipe = self._recipe(recipe_values, ("unlearn",), ("objectives", name))
         if self.study.sequential is not None and recipe.model.adapter.type != "none":
             raise RequestError(
                 f"{self.origin('sequential')}: sequential: each request starts from the full weights of the result "
@@ -296,14 +296,14 @@ def _describe_problem(path: KeyPath, items: Sequence[ErrorDetails], tree: Tree, 
     """Return the message about a value that matches none of its types; each of ``items`` is the error of one."""
     kind = items[0]["type"]
     if kind == "extra_forbidden":
-        what = f"unknown key; choose from {', '.join(Study.model_fields)}"
+        problem = f"unknown key; choose from {', '.join(Study.model_fields)}"
     elif kind == "missing":
-        what = f"is missing. {Study.model_fields[str(path[0])].description}"
+        problem = f"is missing. {Study.model_fields[str(path[0])].description}"
     elif kind == "value_error":
-        what = items[0]["msg"].removeprefix("Value error, ")
+        problem = items[0]["msg"].removeprefix("Value error, ")
     else:
-        what = describe_mismatch(*items, key=format_key_path(path))
-    return ": ".join(filter(None, (str(find_origin(path, tree, file)), format_key_path(path), what)))
+        problem = describe_mismatch(*items, key=format_key_path(path))
+    return ": ".join(filter(None, (str(find_origin(path, tree, file)), format_key_path(path), problem)))
 
 
 _REQUEST = "request-{}.jsonl"
@@ -363,18 +363,18 @@ def load_rows(benchmark: Benchmark, directory: Path) -> Benchmark:
 
 def _write_tofu(study: Study, benchmark: Benchmark, part: str, directory: Path) -> None:
     rows_of_sets = {
-        name: _read_benchmark_rows(each.source, study.subset.get(name)) for name, each in benchmark.sets.items()
+        name: _read_benchmark_rows(row_set.source, study.subset.get(name)) for name, row_set in benchmark.sets.items()
     }
     for name, rows in rows_of_sets.items():
         stem = part if name == "forget" else part.replace("forget", "holdout") if name == "holdout" else name
         _write(directory / f"{stem}{'_perturbed' if name in _PERTURBED else ''}.jsonl", rows)
     forget = _read_benchmark_rows(benchmark.training["forget"], study.subset.get("forget"))
-    retained = _read_benchmark_rows(benchmark.training["retain"], study.subset.get("retain"))
-    trained = {"forget": forget, "retain": retained}
+    retain_rows = _read_benchmark_rows(benchmark.training["retain"], study.subset.get("retain"))
+    training_rows = {"forget": forget, "retain": retain_rows}
     for name, size in study.subset.items():
-        if size > (available := max(len(rows_of_sets[name]), len(trained.get(name, ())))):
+        if size > (available := max(len(rows_of_sets[name]), len(training_rows.get(name, ())))):
             raise RequestError(f"subset.{name}: {size:,} rows requested, but the set has {available:,}; lower it")
-    retain = [*retained, *(_select_question_answer(row) for name in study.known for row in rows_of_sets[name])]
+    retain = [*retain_rows, *(_select_question_answer(row) for name in study.known for row in rows_of_sets[name])]
     _write(directory / f"{part}.jsonl", forget)
     _write(directory / f"{TOFU_SPLITS[part]}.jsonl", retain)
     _write(directory / "full.jsonl", [*retain, *forget])
@@ -449,8 +449,10 @@ class Results:
     @classmethod
     def joined(cls, splits: Mapping[str, Results]) -> Results:
         """Return the models of several splits in one table, each named after its split too."""
-        models = {f"{split} {name}": metrics for split, each in splits.items() for name, metrics in each.models.items()}
-        return cls(", ".join(each.benchmark for each in splits.values()), {}, models)
+        models = {
+            f"{split} {name}": metrics for split, results in splits.items() for name, metrics in results.models.items()
+        }
+        return cls(", ".join(results.benchmark for results in splits.values()), {}, models)
 
     def value(self, model: str, metric: str, of: str) -> float | None:
         """Return a metric of a model; None if it was not measured."""
@@ -459,12 +461,14 @@ class Results:
     @property
     def columns(self) -> list[tuple[str, str, str]]:
         """Return the columns that at least one model has."""
-        measured = dict.fromkeys(
+        pairs = dict.fromkeys(
             (metric, of) for metrics in self.models.values() for metric, values in metrics.items() for of in values
         )
-        listed = {metric for metric, _, _ in _COLUMNS}
-        others = ((metric, of, _format_title(metric, of)) for metric, of in measured if metric not in listed)
-        return [*(column for column in _COLUMNS if column[:2] in measured), *others]
+        listed_metrics = {metric for metric, _, _ in _COLUMNS}
+        other_columns = (
+            (metric, of, _format_title(metric, of)) for metric, of in pairs if metric not in listed_metrics
+        )
+        return [*(column for column in _COLUMNS if column[:2] in pairs), *other_columns]
 
     @property
     def rows(self) -> list[list[str]]:
@@ -567,13 +571,13 @@ def _draw_panel(
     axes: Any, plot: _Plot, results: Results, points: Mapping[str, tuple[float, float]], colors: Mapping[str, str]
 ) -> None:
     for series, color in colors.items():
-        own = {name: point for name, point in points.items() if name.partition(".")[0] == series}
-        if not own:
+        series_points = {name: point for name, point in points.items() if name.partition(".")[0] == series}
+        if not series_points:
             continue
         marker = {FULL: "*", RETAIN: "P"}.get(series, "o")
-        xs, ys = zip(*own.values(), strict=True)
+        xs, ys = zip(*series_points.values(), strict=True)
         axes.plot(xs, ys, marker=marker, markersize=8, linewidth=1, linestyle="-", color=color, label=series)
-        for name, point in own.items():
+        for name, point in series_points.items():
             axes.annotate(name.partition(".")[2], point, xytext=(5, 5), textcoords="offset points", fontsize="small")
     if plot.of_quality:
         axes.axhline(_SIGNIFICANT, color="#a33", linestyle="--", linewidth=1, label="p = 0.05")
@@ -588,7 +592,7 @@ def _list_points(plot: _Plot, results: Results) -> dict[str, tuple[float, float]
     """Return the coordinates (kept, forgotten) of every model that has both; empty if no unlearned one has."""
     points = {}
     for name in results.models:
-        utility, forgotten = (results.value(name, *what[:2]) for what in (plot.kept, plot.forgotten))
+        utility, forgotten = (results.value(name, *column[:2]) for column in (plot.kept, plot.forgotten))
         if plot.of_quality and name == RETAIN:
             forgotten = 1.0  # it is its own reference
         if utility is None or forgotten is None or not math.isfinite(utility + forgotten):
