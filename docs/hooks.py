@@ -12,7 +12,7 @@ import typer
 
 from trainwright.cli.main import app
 from trainwright.cli.recipe import recipe_json_schema
-from trainwright.compatibility.conversion.convert import names, table
+from trainwright.compatibility.conversion.convert import list_tools, load_table
 from trainwright.recipe import registries
 from trainwright.recipe.extensions import Registry
 
@@ -184,8 +184,8 @@ def conversion_reference() -> str:
     """Return what the keys of other tools become, by tool, and our keys with theirs, from the tables of conversions."""
     lines = ["# Keys of other tools", "", "Generated from the tables that `trainwright recipe from` applies."]
     theirs: dict[str, list[str]] = {}
-    for name in names():
-        tool = table(name)
+    for name in list_tools():
+        tool = load_table(name)
         lines += [
             "",
             f"## {tool.name}",

@@ -39,10 +39,10 @@ def test_paths_and_names_in_printed_commands_are_quoted() -> None:
     """A directory may have a name such as ``a; rm -r b``, and commands in messages are pasted into shells."""
     options = "resume|logdir|config-file|accelerate-config"
     begins = rf"(?:trainwright (?!doctor)[a-z-]+(?: --?[a-z-]+)*|--(?:{options})) "
-    command = re.compile(begins + r"\{(?!(?:text\.)?quoted\()")
+    command = re.compile(begins + r"\{(?!(?:text\.)?quote_word\()")
     for file in sorted((ROOT / "src").rglob("*.py")):
         for number, line in enumerate(file.read_text().splitlines(), 1):
-            assert not command.search(line), f"{file}:{number}: quote what is in the command, with text.quoted"
+            assert not command.search(line), f"{file}:{number}: quote what is in the command, with text.quote_word"
 
 
 def test_pre_commit_runs_the_tools_of_lint() -> None:

@@ -21,7 +21,7 @@ from trainwright.run.shutdown.stop import Stopping
 with Stopping() as stopping:
     os.kill(os.getpid(), signal.{name})
     assert stopping.requested
-with Stopping() as stopping, stopping.looking(lambda: "asked to"):
+with Stopping() as stopping, stopping.add_look(lambda: "asked to"):
     assert stopping.requested
 print("still there")
 """

@@ -91,7 +91,7 @@ def test_a_trace_of_other_code_of_ours_is_not_read(changed: str, tmp_path: Path)
     copy = Path(shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.zip", "__pycache__")))
     with (copy / "trainwright" / changed).open("a") as file:
         file.write("# another version\n")
-    program = "from trainwright.planning.trace import store; print(store.read('a trace'))"
+    program = "from trainwright.planning.trace import store; print(store.read_value('a trace'))"
     environment = {**os.environ, "PYTHONPATH": str(copy)}
     read = subprocess.run(
         [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, check=True, text=True
