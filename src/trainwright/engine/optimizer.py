@@ -155,6 +155,9 @@ def build_parameter_groups(
     return [{"params": members, **setting._asdict()} for setting, members in ordered_groups]
 
 
+parameter_groups = build_parameter_groups  # the earlier name, which optimizers of other packages import
+
+
 def _compute_layer_rate(section: OptimizerSection, name: str, depth: int) -> float:
     """Return the layer-wise part of the rate: 1 after the blocks, and ``layer_decay`` less with every block before."""
     if section.layer_decay is None or not depth:
