@@ -120,8 +120,7 @@ def fit_step_factors(setting: ProcessRates, precision: str, rows: Rows) -> InSte
     works = [_price_passes(model, precision, setting) for model in _MODELS]
     terms = np.array([[w.products, w.attention, w.traffic, w.launches] for w in works])
     rest = np.array([work.loss for work in works])
-    factors, off = _fit_coefficients(terms, rest, rows, _IN_STEP)
-    products, attention, traffic, host = factors
+    (products, attention, traffic, host), off = _fit_coefficients(terms, rest, rows, _IN_STEP)
     return InStep(products, attention, traffic, host, off)
 
 

@@ -152,22 +152,18 @@ def _measure_cases(
 
 
 def _choose_round(case: CalibrationCase, times: list[Timed]) -> Timed:
-    """Return the best, or the typical, of a case's rounds, preferring undisturbed ones."""
+    """Return the best, or the typical, of a case's rounds, preferring undisturbed ones; NaN seconds without rounds."""
     usable = sorted(sample for sample in times if not sample.is_disturbed) or sorted(times)
-    return usable[int((0.25 if case.typical and not case.cold else 0.0) * len(usable))] if usable else _NOT_TIMED
-
-
-_NOT_TIMED = Timed(math.nan, 0.0)
+    share = 0.25 if case.typical and not case.cold else 0.0
+    return usable[int(share * len(usable))] if usable else Timed(math.nan, 0.0)
 
 
 def _time(world: World, clock: Stopwatch, case: CalibrationCase, run: Run, slot: float) -> Timed:
     """Return the seconds of one call, from ``slot`` seconds of calls after an uncounted one."""
     run()
     if world.device.type != "cpu":
-        return Timed(
-            _measure_on_gpu(world.device, run, _choose_call_count(case, slot, _measure_on_gpu(world.device, run, 1))),
-            0.0,
-        )
+        count = _choose_call_count(case, slot, _measure_on_gpu(world.device, run, 1))
+        return Timed(_measure_on_gpu(world.device, run, count), 0.0)
     clock.start()
     filler = torch.ones(_CACHE // 4) if case.cold else None
 
@@ -181,23 +177,18 @@ def _time(world: World, clock: Stopwatch, case: CalibrationCase, run: Run, slot:
     if case.joint:
         seconds, slot = world.broadcast(seconds), slot * _JOINT
     times = [first, *(timed() for _ in range(_choose_call_count(case, slot, seconds) - 1))]
-    if case.joint:
-        times = _combine_ranks(world, times)
+    if case.joint:  # if one rank waits for a core, the others wait for it
+        rows = world.gather_floats([value for sample in times for value in sample])
+        times = [
+            Timed(statistics.mean(row[2 * n] for row in rows), max(row[2 * n + 1] for row in rows))
+            for n in range(len(times))
+        ]
     return choose_quantile(times, 0.5 if case.typical and not case.cold else _UNDISTURBED)
 
 
 def _choose_call_count(case: CalibrationCase, slot: float, seconds: float) -> int:
     fewest = 2 if case.cold else _FEWEST_TYPICAL if case.typical and slot else 1
     return max(fewest, min(_MOST_CALLS, int(slot / max(seconds, 1e-7))))
-
-
-def _combine_ranks(world: World, times: list[Timed]) -> list[Timed]:
-    """Combine calls that all ranks make together: if one waits for a core, the others wait for it."""
-    rows = world.gather_floats([value for sample in times for value in sample])
-    return [
-        Timed(statistics.mean(row[2 * n] for row in rows), max(row[2 * n + 1] for row in rows))
-        for n in range(len(times))
-    ]
 
 
 def _measure_on_gpu(device: torch.device, run: Callable[[], object], count: int) -> float:
@@ -237,10 +228,8 @@ _ROUNDS = 3
 
 def iterate_collective_cases(world: World) -> Iterator[CalibrationCase]:
     """Yield the collectives that strategies use, by the bytes of the full tensor."""
-    fit_bytes, held_out = (
-        _BYTES[look_up_processor(world.device.type)],
-        _HELD_OUT_BYTES[look_up_processor(world.device.type)],
-    )
+    processor = look_up_processor(world.device.type)
+    fit_bytes, held_out = _BYTES[processor], _HELD_OUT_BYTES[processor]
     for count in (*fit_bytes, *held_out) if world.size > 1 else ():
         for name in _BUILDERS:
             yield build_collective_case(world, name, count, count in held_out)

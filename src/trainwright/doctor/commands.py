@@ -114,13 +114,13 @@ def _read(source: str) -> LogText:
 
 
 def _format_diagnosis(diagnosis: Diagnosis, log: LogText) -> list[str]:
+    from trainwright.doctor.diagnosis import shorten_line
+
     lines: list[str] = []
     cause, unknown = diagnosis.cause, diagnosis.unknown
     if cause is not None:
         lines += _format_explanation(diagnosis, cause, log)
     elif unknown is not None and diagnosis.is_unknown_first:
-        from trainwright.doctor.diagnosis import shorten_line
-
         location = _format_place(log, unknown.number, [] if unknown.rank is None else [unknown.rank])
         lines += [f"not a known error ({location}):", f"  {shorten_line(unknown.text)}"]
     else:
@@ -133,8 +133,6 @@ def _format_diagnosis(diagnosis: Diagnosis, log: LogText) -> list[str]:
     if diagnosis.signs:
         lines += ["also seen:", *(_format_finding(error, log) for error in diagnosis.signs)]
     if cause is not None and unknown is not None:
-        from trainwright.doctor.diagnosis import shorten_line
-
         lines.append(
             f"also in the log, but unknown: {_format_place(log, unknown.number, [])}: {shorten_line(unknown.text)}"
         )

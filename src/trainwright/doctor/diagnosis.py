@@ -98,7 +98,8 @@ def explain(text: str) -> Diagnosis:
     if cause is None and not is_unknown_first:
         cause = next((sign for sign in signs if sign.error.role is Role.SIGN), None)
         signs = [sign for sign in signs if sign is not cause]
-    details = list_details(cause.error.name, log.lines) if cause is not None else []
+    find_details = None if cause is None else _DETAILS.get(cause.error.name)
+    details = [] if find_details is None else find_details(log.lines)
     is_ours = _OWN.search(text) is not None
     return Diagnosis(cause, details, unknown, is_unknown_first, later_errors, signs, is_ours, skip_count)
 
@@ -177,20 +178,13 @@ _PROGRESS = re.compile(
 )
 
 
-def list_details(name: str, lines: Sequence[Line]) -> list[str]:
-    """Return what the log says about the cause with this name."""
-    find = _DETAILS.get(name)
-    return find(lines) if find is not None else []
-
-
 def _describe_memory(lines: Sequence[Line]) -> list[str]:
     line = next((line for line in lines if _ASKED.search(line.text)), None)
     if line is None:
         return []
-    statements = []
     amounts = {"requested": _ASKED, "free": _FREE, "total": _CAPACITY}
     parts = [f"{amount} {name}" for name, pattern in amounts.items() if (amount := _find_first(pattern, line.text))]
-    statements.append(f"{', '.join(parts)} on the GPU")
+    statements = [f"{', '.join(parts)} on the GPU"]
     unused, requested_bytes = _parse_bytes(_UNUSED, line.text), _parse_bytes(_ASKED, line.text)
     if unused is not None and requested_bytes is not None and unused >= requested_bytes:
         statements.append(

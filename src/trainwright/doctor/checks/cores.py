@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import statistics
 import time
@@ -28,7 +29,8 @@ def check(context: CheckContext) -> CheckResult:
     """Compute for a moment on every core, alone."""
     if not hasattr(os, "sched_setaffinity"):
         raise CannotCheck("this system does not bind processes to cores")
-    cores = _select_cores(sorted(os.sched_getaffinity(0)))
+    cores = sorted(os.sched_getaffinity(0))
+    cores = cores[:: math.ceil(len(cores) / _MOST_CORES)]
     heat, before = _read_heat_counts(cores), CpuContention.now()
     start, cpu_start = time.perf_counter(), time.thread_time()
     rates = _measure_rates(cores)
@@ -39,11 +41,6 @@ def check(context: CheckContext) -> CheckResult:
     hotter = {core: count - heat.get(core, 0) for core, count in _read_heat_counts(cores).items()}
     findings = (*_check_slow(rates), *_check_shares(shares), *_check_heat(hotter), *_check_capped(cores))
     return CheckResult(tuple(_describe_rates(rates, shares)), findings)
-
-
-def _select_cores(cores: list[int]) -> list[int]:
-    step = max(1, -(-len(cores) // _MOST_CORES))
-    return cores[::step]
 
 
 def _measure_rates(cores: list[int]) -> dict[int, float]:
@@ -162,8 +159,7 @@ def _describe_rates(rates: Mapping[int, float], shares: Mapping[str, float]) -> 
     middle = statistics.median(rates.values())
     yield (
         f"{format_plural(len(rates), 'core')} measured, {middle / 1e9:.2f} GB/s of SHA-256 each; the slowest: core "
-        f"{slowest} "
-        f"with {rates[slowest] / middle:.0%}"
+        f"{slowest} with {rates[slowest] / middle:.0%}"
     )
     descriptions = {
         "throttled": "by a quota",

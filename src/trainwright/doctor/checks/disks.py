@@ -49,7 +49,7 @@ def check(context: CheckContext) -> CheckResult:
             findings.append(_describe_failed_write(text, error))
             continue
         read_back = "" if speed.read is None else f", read {speed.read / 1e6:,.0f} MB/s"
-        free = _measure_free_space(directory)
+        free = psutil.disk_usage(str(directory)).free
         facts.append(
             f"{text}: write {speed.write / 1e6:,.0f} MB/s{read_back}, {format_bytes(free)} free; "
             f"{_describe_device(device, directory)}"
@@ -151,11 +151,6 @@ def _check_space(shown: str, free: int) -> Iterator[Finding]:
             f"a checkpoint of a billion parameters with AdamW has {format_bytes(_CHECKPOINT)}",
             "remove old checkpoints and caches; checkpoint.keep_last limits how many are kept",
         )
-
-
-def _measure_free_space(directory: Path) -> int:
-    status = os.statvfs(directory)
-    return status.f_bavail * status.f_frsize
 
 
 def _describe_device(device: int, directory: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 
 from trainwright.doctor.checks.check import CheckContext, CheckResult, Finding, Severity, read_answer
 from trainwright.machine.catalog import FLOAT8, list_possible_float8
@@ -83,8 +85,7 @@ def _judge_kernel(row: dict[str, object], device: str) -> Finding | None:
         what,
         "training would fail, or learn from wrong gradients without an error",
         "reinstall torch in the version that Trainwright needs; if it happens again, test the device's memory, and "
-        "report "
-        "it with the output of --json",
+        "report it with the output of --json",
     )
 
 
@@ -101,14 +102,13 @@ class ComparedKernel:
 
 def iterate_kernels(device: torch.device) -> Iterator[ComparedKernel]:
     """Yield the kernels that a training step uses."""
-    import torch.nn.functional as F
-
     from trainwright.models.linear_losses import Head, linear_cross_entropy
 
     hidden, weight = torch.randn(_TOKENS, _HIDDEN), torch.randn(_VOCABULARY, _HIDDEN) / _HIDDEN**0.5
     targets = torch.randint(0, _VOCABULARY, (_TOKENS,))
     yield ComparedKernel("matrix products", (hidden, weight), F.linear, lambda x, w: (x[:, None] * w).sum(-1))
-    yield ComparedKernel("RMS norms", (hidden, torch.rand(_HIDDEN)), _compute_norm, _compute_plain_norm)
+    norm_inputs = hidden, torch.rand(_HIDDEN)
+    yield ComparedKernel("RMS norms", norm_inputs, lambda x, w: F.rms_norm(x, w.shape, w, 1e-5), _compute_plain_norm)
     yield ComparedKernel(
         "SiLU gates", (hidden, hidden.flip(0)), lambda x, y: F.silu(x) * y, lambda x, y: x / (1 + (-x).exp()) * y
     )
@@ -116,13 +116,10 @@ def iterate_kernels(device: torch.device) -> Iterator[ComparedKernel]:
         tokens = sum(lengths)
         shapes = [(1, heads, tokens, _CHANNELS) for heads in (_HEADS, _KEY_HEADS, _KEY_HEADS)]
         parts = tuple(torch.randn(shape) for shape in shapes)
-        attend, plain = (
-            functools.partial(_compute_attention, lengths, device),
-            functools.partial(_compute_plain_attention, lengths),
-        )
-        yield ComparedKernel(
-            f"attention in sequences of {' and '.join(map(str, lengths))} tokens", parts, attend, plain
-        )
+        attend = functools.partial(_compute_attention, lengths, device)
+        plain = functools.partial(_compute_plain_attention, lengths)
+        name = f"attention in sequences of {' and '.join(map(str, lengths))} tokens"
+        yield ComparedKernel(name, parts, attend, plain)
     yield ComparedKernel(
         "cross-entropy",
         (hidden, weight),
@@ -133,8 +130,6 @@ def iterate_kernels(device: torch.device) -> Iterator[ComparedKernel]:
 
 def iterate_fused_kernels() -> Iterator[ComparedKernel]:
     """Yield the kernels of ``model.kernels: triton``."""
-    import torch.nn.functional as F
-
     from trainwright.models.fused import operators
     from trainwright.models.linear_losses import Head, linear_cross_entropy
 
@@ -237,12 +232,6 @@ def _compute_with_gradients(function: Formula, inputs: list[torch.Tensor]) -> li
     return [output.detach(), *gradients]
 
 
-def _compute_norm(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    import torch.nn.functional as F
-
-    return F.rms_norm(hidden, weight.shape, weight, 1e-5)
-
-
 def _compute_plain_norm(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return hidden / (hidden.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
@@ -250,8 +239,6 @@ def _compute_plain_norm(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Ten
 def _compute_attention(
     lengths: tuple[int, ...], device: torch.device, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> torch.Tensor:
-    import itertools
-
     from trainwright.models.attention.packs import packed_attention
 
     edges = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)

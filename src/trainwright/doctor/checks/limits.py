@@ -67,7 +67,9 @@ def _check_threads(processes: int) -> Iterator[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if soft == resource.RLIM_INFINITY or os.geteuid() == 0:  # root is not limited
         return
-    count = sum(_count_threads(process) for process in psutil.process_iter() if _is_mine(process))
+    running = [process.info for process in psutil.process_iter(["uids", "num_threads"])]  # None: not to be read
+    own = [info for info in running if info["uids"] is not None and info["uids"].real == os.getuid()]
+    count = sum(info["num_threads"] or 0 for info in own)
     demand = processes * _THREADS_A_PROCESS
     if soft - count < demand:
         yield Finding(
@@ -112,20 +114,6 @@ def _format_limit(kind: int) -> str:
     if soft == resource.RLIM_INFINITY:
         return "unlimited"
     return format_bytes(soft) if kind == resource.RLIMIT_MEMLOCK else f"{soft:,}"
-
-
-def _is_mine(process: psutil.Process) -> bool:
-    try:
-        return process.uids().real == os.getuid()
-    except psutil.Error:
-        return False
-
-
-def _count_threads(process: psutil.Process) -> int:
-    try:
-        return process.num_threads()
-    except psutil.Error:
-        return 0
 
 
 _LEAST_MEMORY = 4 * 2**30  # torch, transformers and a small model in two processes

@@ -252,8 +252,7 @@ def _describe_taken_port(port: int, holder: str, severity: Severity) -> Finding:
         severity,
         f"port {port} is taken by {holder}",
         "it is the rendezvous port of torchrun, Accelerate and several nodes, and the first process fails with "
-        "`Address already "
-        "in use`; a run of `trainwright train` on one machine chooses a free port itself",
+        "`Address already in use`; a run of `trainwright train` on one machine chooses a free port itself",
         f"end that program if it is left over from a run, or choose another port: MASTER_PORT={port + 1}, --rendezvous "
         f"HOST:{port + 1}, torchrun --master-port, main_process_port of Accelerate",
     )

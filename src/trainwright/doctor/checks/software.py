@@ -115,7 +115,7 @@ def _check_build(values: dict[str, Any], gpus: int) -> Iterator[Finding]:
         if (
             kernels
             and not any(k // 10 == major and k % 10 <= minor for k in kernels)
-            and not _is_compiled_for(values, major)
+            and not any(name.startswith("compute_") and int(name[8:]) // 10 <= major for name in values["kernels"])
         ):
             yield Finding(
                 Severity.BROKEN,
@@ -132,10 +132,6 @@ def _check_build(values: dict[str, Any], gpus: int) -> Iterator[Finding]:
                 "processes cannot exchange gradients",
                 _INSTALL,
             )
-
-
-def _is_compiled_for(values: dict[str, Any], major: int) -> bool:
-    return any(name.startswith("compute_") and int(name[8:]) // 10 <= major for name in values["kernels"])
 
 
 def _describe_torch(values: dict[str, Any]) -> Iterator[str]:
@@ -273,9 +269,8 @@ def _check_compiler(compiler: str, work: Path) -> Finding | None:
 
 def _check_cuda(facts: list[str]) -> Iterator[Finding]:
     version = read_installed_build().cuda
-    nvcc = shutil.which("nvcc") or _find_existing(
-        os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin/nvcc")
-    )
+    default = os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin/nvcc")
+    nvcc = shutil.which("nvcc") or (default if os.path.exists(default) else None)
     if nvcc is None:
         yield Finding(
             Severity.NOTE,
@@ -291,10 +286,6 @@ def _check_cuda(facts: list[str]) -> Iterator[Finding]:
             f"nvcc is of CUDA {match[1]}, and torch of CUDA {version}",
             f"install the CUDA toolkit {version} and set CUDA_HOME to it, or torch for CUDA {match[1]}",
         )
-
-
-def _find_existing(path: str) -> str | None:
-    return path if os.path.exists(path) else None
 
 
 def _read_version(command: list[str]) -> str:

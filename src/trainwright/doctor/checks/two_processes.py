@@ -164,7 +164,10 @@ def _compare_strategy(context: CheckContext, reference: ComparedRun, name: str) 
     fact += f"{comparison.find_worst_difference('loss'):.0e} from those of one process"
     if comparison.is_same:
         return fact, []
-    return fact, [_describe_difference(subject, comparison.verdict())]
+    what = f"{subject} has other losses than one process: {comparison.verdict()}"
+    why = "gradients are exchanged or summed incorrectly on this machine"
+    fix = "see the checks kernels and links; choose another parallel.strategy, and report it with the output of --json"
+    return fact, [Finding(Severity.BROKEN, what, why, fix)]
 
 
 def _describe_failure(what: str, message: str) -> Finding:
@@ -175,15 +178,6 @@ def _describe_failure(what: str, message: str) -> Finding:
     why = "runs with this strategy will fail in the same way"
     fix = "the first line of the error says which part is missing; choose another parallel.strategy until it is fixed"
     return build_explained_finding(f"{what} cannot train: {reason[:300]}", message, why, fix)
-
-
-def _describe_difference(what: str, verdict: str) -> Finding:
-    return Finding(
-        Severity.BROKEN,
-        f"{what} has other losses than one process: {verdict}",
-        "gradients are exchanged or summed incorrectly on this machine",
-        "see the checks kernels and links; choose another parallel.strategy, and report it with the output of --json",
-    )
 
 
 _LINK_SECONDS = 30.0
@@ -203,7 +197,12 @@ def check_links(context: CheckContext) -> CheckResult:
             entry = functools.partial(_time_links, device, answer)
             launch(entry, processes=2, logs=logs, stopping=context.stopping)
     except TrainwrightError as error:
-        return CheckResult((), (_describe_link_failure(str(error)),))
+        message = str(error)
+        lines = [line for line in message.splitlines() if line.strip() and not line.startswith("log:")]
+        what = f"two processes cannot sum tensors: {lines[-1].strip()}"
+        why = "runs on more than one process will fail in the same way"
+        fix = "see the whole message with `trainwright doctor links --json`"
+        return CheckResult((), (build_explained_finding(what, message, why, fix),))
     return _judge_links(json.loads(answer.read_text(encoding="utf-8")), context, device)
 
 
@@ -263,13 +262,6 @@ def _judge_links(values: dict[str, Any], context: CheckContext, device: str) -> 
         fix += "machines, ACS or the IOMMU may prevent direct access"
         findings.append(Finding(Severity.WARNING, what, why, fix))
     return CheckResult(facts, tuple(findings))
-
-
-def _describe_link_failure(message: str) -> Finding:
-    first, *_ = (line for line in reversed(message.splitlines()) if line.strip() and not line.startswith("log:"))
-    why = "runs on more than one process will fail in the same way"
-    fix = "see the whole message with `trainwright doctor links --json`"
-    return build_explained_finding(f"two processes cannot sum tensors: {first.strip()}", message, why, fix)
 
 
 _FAULT_SECONDS = 30.0
@@ -468,8 +460,7 @@ def _describe_stopped_rank(what: str, rank: int, pid: int) -> Finding:
         f"{what}: rank {rank} (process {pid}) is stopped",
         "the other ranks wait for it in a collective, until they time out",
         "find what stops processes on this machine (SIGSTOP, ctrl-Z, a debugger, a scheduler that suspends jobs); a "
-        "stopped "
-        "process continues with `kill -CONT PID`",
+        "stopped process continues with `kill -CONT PID`",
     )
 
 

@@ -75,8 +75,7 @@ class Simulation:
             (cause, source_line), count = next(iter(self.waits.items()))
             raise TrainingError(
                 f"--max-host-syncs {max_host_syncs}: the host waits {format_plural(self.host_waits, 'time')} for the "
-                "device "
-                f"in a step, {count} of them at {source_line} ({cause})"
+                f"device in a step, {count} of them at {source_line} ({cause})"
             )
 
     def as_json(self) -> dict[str, Any]:
