@@ -55,16 +55,13 @@ def compute_kept_limit(used: int) -> int:
     return min(_KEPT_MOST, max(_KEPT_LEAST, used // _KEPT_PART))
 
 
+_COUNTS = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+
+
 class _HeapState(ctypes.Structure):
     """``struct mallinfo2`` of mallinfo(3)."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks"),
-            "keepcost",
-        )
-    ]
+    _fields_ = [(name, ctypes.c_size_t) for name in _COUNTS]
 
 
 def _read_bytes_in_use() -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -37,6 +38,7 @@ def detect() -> Machine:
 
 def _inspect() -> Machine:
     memory_bytes = _read_memory_bytes()
+    cores, core_limit = count_usable_cores(), cgroups.read_cpu_limit()
     gpus, nvml = _list_nvidia_gpus()
     build, listing_error = read_installed_build(), None
     if not gpus and not _are_hidden() and (vendor := find_other_vendor(build)) is not None:
@@ -44,7 +46,7 @@ def _inspect() -> Machine:
     return Machine(
         hostname=platform.node(),
         cpu_name=_read_cpu_name(),
-        cpu_cores=_count_cpu_cores(),
+        cpu_cores=cores if core_limit is None else min(cores, max(1, int(core_limit))),
         memory_bytes=memory_bytes,
         gpus=gpus,
         memory_free_bytes=_read_free_memory_bytes(memory_bytes),
@@ -55,25 +57,14 @@ def _inspect() -> Machine:
     )
 
 
-def _count_cpu_cores() -> int:
-    cores, limit = count_usable_cores(), cgroups.read_cpu_limit()
-    return cores if limit is None else min(cores, max(1, int(limit)))
-
-
 def _read_memory_bytes() -> int:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(total, cgroups.read_memory_limit() or total)
 
 
 def _read_free_memory_bytes(memory_bytes: int) -> int:
-    available = next(
-        (
-            int(line.split()[1]) * 1024
-            for line in read_text(Path("/proc/meminfo")).splitlines()
-            if "MemAvailable" in line
-        ),
-        memory_bytes,
-    )
+    match = re.search(r"MemAvailable:\s*(\d+)", read_text(Path("/proc/meminfo")))  # in KiB
+    available = int(match[1]) * 1024 if match else memory_bytes
     free = cgroups.read_free_memory()
     return min(available, memory_bytes if free is None else free)
 

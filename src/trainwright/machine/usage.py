@@ -21,20 +21,12 @@ from trainwright.machine.measured.contention import count_usable_cores
 from trainwright.machine.slowdowns import Slowdown, find_causes
 
 # Of what happened since the last sample, what a sample has, with the digits that are kept.
-_SINCE = {
-    **{
-        "cpu": 3,
-        "host_cpu": 3,
-        "other_cores": 3,
-        "waited": 4,
-        "throttled": 4,
-        "stolen": 4,
-        "disk": 4,
-        "faults": 2,
-        "heat": 4,
-    },
-    **{"pressure_cpu": 4, "pressure_io": 4, "pressure_memory": 4},
-    **{"swap_in": None, "swap_out": None, "read": None, "written": None},
+_SINCE: dict[str, int | None] = {
+    **dict.fromkeys(("cpu", "host_cpu", "other_cores"), 3),
+    **dict.fromkeys(("waited", "throttled", "stolen", "disk"), 4),
+    "faults": 2,
+    **dict.fromkeys(("heat", "pressure_cpu", "pressure_io", "pressure_memory"), 4),
+    **dict.fromkeys(("swap_in", "swap_out", "read", "written"), None),
 }
 # Drivers of the temperatures of processors (Documentation/hwmon, Documentation/driver-api/thermal).
 _CHIPS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")

@@ -63,12 +63,9 @@ class Curve:
     _points: tuple[tuple[float, float], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        points = sorted((s.sizes[0], s.seconds) for s in self._usable()) if self.form == "table" else []
+        usable = (s for s in self.samples if not s.held_out and s.sizes[0] > 0 and s.seconds > 0)
+        points = sorted((s.sizes[0], s.seconds) for s in usable) if self.form == "table" else []
         object.__setattr__(self, "_points", tuple((math.log(size), math.log(seconds)) for size, seconds in points))
-
-    def _usable(self) -> Iterator[TimedSample]:
-        """Yield the valid samples; ``check_calibration`` reports impossible ones."""
-        return (s for s in self.samples if not s.held_out and s.sizes[0] > 0 and s.seconds > 0)
 
     def seconds(self, *sizes: float) -> float:
         """Return the predicted seconds for these sizes, in the number and order of the samples' sizes."""
@@ -399,7 +396,8 @@ def check_calibration(calibration: Calibration) -> Iterator[str]:
             key = f"settings.{number}.curves.{name}"
             for sample in curve.samples:
                 if not (math.isfinite(sample.seconds) and sample.seconds > 0):
-                    yield f"{key}: {sample.seconds} seconds for {_format_sizes(sample.sizes)}"
+                    sizes = " x ".join(f"{size:.0f}" for size in sample.sizes)
+                    yield f"{key}: {sample.seconds} seconds for {sizes}"
                 elif name.startswith("product/") and 2 * math.prod(sample.sizes) / sample.seconds > _MOST_OPERATIONS:
                     yield f"{key}: {2 * math.prod(sample.sizes) / sample.seconds:.1e} operations per second"
                 elif name.startswith("traffic/") and sample.sizes[0] / sample.seconds > _MOST_BYTES:
@@ -431,7 +429,3 @@ def _compute_rate(setting: ProcessRates, precision: str) -> float | None:
     samples = [sample for curve in curves for sample in curve.samples]
     seconds = sum(sample.seconds for sample in samples)
     return sum(2 * math.prod(sample.sizes) for sample in samples) / seconds if seconds > 0 else None
-
-
-def _format_sizes(sizes: tuple[float, ...]) -> str:
-    return " x ".join(f"{size:.0f}" for size in sizes)

@@ -43,7 +43,7 @@ class CpuContention:
         process = root / "proc/self"
         tasks = _list_directory(process / "task") if all_threads else [process]
         threads = {task.name: counts for task in tasks if (counts := _read_numbers(task / "schedstat"))}
-        ticks = _read_ticks(root)
+        ticks = [int(word) for word in read_text(root / "proc/stat").partition("\n")[0].split()[1:]]
         return cls(
             ran={name: counts[0] for name, counts in threads.items()},
             waited={name: counts[1] for name, counts in threads.items()},
@@ -111,10 +111,6 @@ def _list_directory(directory: Path) -> list[Path]:
 
 def _read_numbers(file: Path) -> list[int]:
     return [int(word) for word in read_text(file).split()]
-
-
-def _read_ticks(root: Path) -> list[int]:
-    return [int(word) for word in read_text(root / "proc/stat").partition("\n")[0].split()[1:]]
 
 
 @functools.cache  # looking for it takes longer than reading it
