@@ -556,22 +556,14 @@ def _write_page(ablation: Ablation) -> None:
     if ablation.metric is None:
         return
     with suppress(RequestError):
-        write_file(
-            ablation.directory / PAGE,
-            _build_page(ablation.directory, ablation.rows, ablation.metric, ablation.best["name"]),
-        )
+        page = _build_page(ablation.directory, ablation.rows, ablation.metric, ablation.best["name"])
+        write_file(ablation.directory / PAGE, page)
 
 
 def _build_page(directory: Path, rows: Sequence[Mapping[str, Any]], metric: str, best: str) -> str:
     """Return the runs of an ablation in a table, a chart of the metric for each key, and all curves.
 
     Raises RequestError if the script of charts is missing.
-
-    Args:
-        directory: contains the runs.
-        rows: of `tw.Ablation`.
-        metric: what the runs are compared by.
-        best: the name of the best row.
     """
     from trainwright.observe.reports.charts import build_curve_charts, build_point_chart
     from trainwright.observe.reports.figures import RunFigures
@@ -580,19 +572,14 @@ def _build_page(directory: Path, rows: Sequence[Mapping[str, Any]], metric: str,
     page = Page("Ablation - Trainwright")
     page.add(f"<header><h1>Ablation</h1><p>Best by {to_html(metric)}: <b>{to_html(best)}</b></p></header>")
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    heads = ["", "Run", "Step", *(format_metric_name(name) for name in names)]
     cells = [
         [row["name"], row["run"], row["step"], *(shown(row["metrics"].get(name, "")) for name in names)] for row in rows
     ]
-    page.add(
-        format_section("Runs", format_table(["", "Run", "Step", *(format_metric_name(name) for name in names)], cells))
-    )
+    page.add(format_section("Runs", format_table(heads, cells)))
     keys = dict.fromkeys(key for row in rows for key in row["changes"])
-    page.add(
-        format_section(
-            f"{metric} by key",
-            page.add_charts([build_point_chart(key, metric, _build_points(rows, key, metric)) for key in keys]),
-        )
-    )
+    charts = [build_point_chart(key, metric, _build_points(rows, key, metric)) for key in keys]
+    page.add(format_section(f"{metric} by key", page.add_charts(charts)))
     runs = [RunFigures.read(directory / name) for name in dict.fromkeys(row["run"] for row in rows)]
     page.add(format_section("Curves", CURVE_MENU, page.add_charts(build_curve_charts(runs))))
     return page.render()

@@ -360,9 +360,8 @@ def _build_rank_ledger(rank: int, lines: Sequence[LedgerLine], lost: Sequence[_L
     seconds: dict[str, float] = defaultdict(float)
     for launch in launches:
         launch_seconds = dict(launch[-1].seconds)
-        for start, end in _merge_spans(
-            part for lost_span in lost if (part := lost_span.clip_to_launch(launch)) is not None
-        ):
+        parts = (lost_span.clip_to_launch(launch) for lost_span in lost)
+        for start, end in _merge_spans(part for part in parts if part is not None):
             for name, value in _compute_seconds_between(launch, start, end).items():
                 if not name.startswith("start"):
                     launch_seconds[name] -= value

@@ -79,9 +79,9 @@ class ReportObserver:
         now = time.monotonic()
         if event["event"] == "finish":
             if self._always or now - self._started_at >= _SHORT:
-                self._wait()
+                _wait(self._process)
                 self._write(ended=True)
-                self._wait()
+                _wait(self._process)
         elif event["event"] in ("evaluate", "checkpoint", "fault") and now - self._written >= _PAUSE:
             self._write()
 
@@ -90,9 +90,6 @@ class ReportObserver:
             return  # a slow disk, or a run with very many events
         self._written = time.monotonic()
         self._process = _start_process(self._run, ended=ended)
-
-    def _wait(self) -> None:
-        _wait(self._process)
 
 
 def write_after_failure(run: Path, setting: bool | str, seconds: float, waits: bool) -> None:

@@ -256,7 +256,8 @@ class OpenTelemetry:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace import set_span_in_context
 
-        _print_once("opentelemetry")
+        logger = logging.getLogger("opentelemetry")
+        logger.handlers, logger.propagate = [_Once(logging.ERROR)], False
         service_attributes = {"service.name": _NAMESPACE, f"{_NAMESPACE}.run": run.resolve().name}
         resource = Resource.create(service_attributes).merge(OTELResourceDetector().detect())
         # Not the providers of the process: libraries and the user's own code may have theirs.
@@ -303,24 +304,14 @@ class OpenTelemetry:
 class _Once(logging.Handler):
     """Say the first thing that the exporters log, and nothing more: they try again for each export."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(logging.ERROR)
-        self._name = name
-        self._said = False
+    _has_said = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not self._said:
-            self._said = True
-            first = record.getMessage().strip().splitlines()
-            print_notice_of(
-                self._name, f"does not get everything ({first[0] if first else 'no reason given'}); the run goes on"
-            )
-
-
-def _print_once(name: str) -> None:
-    logger = logging.getLogger("opentelemetry")
-    logger.handlers = [_Once(name)]
-    logger.propagate = False
+        if not self._has_said:
+            self._has_said = True
+            lines = record.getMessage().strip().splitlines()
+            reason = lines[0] if lines else "no reason given"
+            print_notice_of("opentelemetry", f"does not get everything ({reason}); the run goes on")
 
 
 # By name of `read_all_gpus`: the gauge, and what it is.

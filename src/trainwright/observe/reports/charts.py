@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from trainwright.engine.event_reader import find_curve_part
@@ -27,7 +26,9 @@ def build_curve_charts(runs: Sequence[RunFigures]) -> list[Specification]:
 
     Each point has its place on every axis of ``AXES``, so that a page can change the axis.
     """
-    names = _choose_distinct_names(runs)
+    run_names = [run.name for run in runs]
+    # Runs of the same name are shown with their paths.
+    names = [str(run.directory) if run_names.count(run.name) > 1 else run.name for run in runs]
     every = [build_curves(run) for run in runs]
     run_positions = [{axis: run.positions(axis) for axis in AXES} for run in runs]
     charts = []
@@ -37,11 +38,8 @@ def build_curve_charts(runs: Sequence[RunFigures]) -> list[Specification]:
             rows += _build_rows(curves[curve], name, places_of) if curve in curves else []
         first_curve = next(curves[curve] for curves in every if curve in curves)
         # The shape of a schedule shows on a linear axis; it may end close to 0.
-        charts.append(
-            _build_line_chart(
-                first_curve.title, first_curve.unit, rows, several=len(runs) > 1, linear=curve == "learning_rate"
-            )
-        )
+        several, linear = len(runs) > 1, curve == "learning_rate"
+        charts.append(_build_line_chart(first_curve.title, first_curve.unit, rows, several=several, linear=linear))
     return charts
 
 
@@ -67,18 +65,16 @@ def build_time_chart(title: str, unit: str, rows: list[dict[str, Any]]) -> Speci
     Args:
         rows: ``after``, ``value`` and ``run``, the name of the line.
     """
-    return _build_line_chart(
-        title, unit, rows, several=len({row["run"] for row in rows}) > 1, axis=("after", "Seconds")
-    )
+    several = len({row["run"] for row in rows}) > 1
+    return _build_line_chart(title, unit, rows, several=several, axis=("after", "Seconds"))
 
 
 def build_heat_chart(title: str, rows: Sequence[Mapping[str, Any]]) -> Specification:
     """Return a chart of shares by rank and category. ``rows``: ``rank``, ``part`` and ``share``."""
     rank = {"field": "rank", "type": "ordinal", "title": "Rank", "axis": {"labelAngle": 0}}
     share = {"field": "share", "type": "quantitative", "title": "Share", "legend": {"format": ".0%"}}
-    return _build_chart(
-        title, 60 + 24 * _count_parts(rows), rows, {"type": "rect"}, {"x": rank, "y": _PART, "color": share}
-    )
+    height = 60 + 24 * _count_parts(rows)
+    return _build_chart(title, height, rows, {"type": "rect"}, {"x": rank, "y": _PART, "color": share})
 
 
 def build_point_chart(key: str, metric: str, rows: Sequence[Mapping[str, Any]]) -> Specification:
@@ -222,9 +218,3 @@ def _find_place(places: Mapping[int, float], step: int) -> float:
     if step not in places:
         step = max((earlier for earlier in places if earlier < step), default=0)
     return places.get(step, 0.0)
-
-
-def _choose_distinct_names(runs: Sequence[RunFigures]) -> list[str]:
-    """Return the runs' names, as paths where several have the same name."""
-    names = [run.name for run in runs]
-    return [str(Path(run.directory)) if names.count(run.name) > 1 else run.name for run in runs]

@@ -497,10 +497,8 @@ def iterate_machine_curves(ledger: Sequence[RankLedger], limit: int = _CURVE_POI
         points = {}
         for rank in ledger[:SHOWN_RANKS]:
             values = ((index, _read_measure(line.system, name)) for index, line in enumerate(rank.lines))
-            thinned_points = thin_points(
-                [(index, value * scale) for index, value in values if value is not None], limit
-            )
-            points[rank.rank] = [(rank.lines[index].time - start, value) for index, value in thinned_points]
+            few_points = thin_points([(index, value * scale) for index, value in values if value is not None], limit)
+            points[rank.rank] = [(rank.lines[index].time - start, value) for index, value in few_points]
         least = _NOTABLE.get(name, 0.0) * scale
         if any(value >= least for of_rank in points.values() for _, value in of_rank):
             yield MachineCurves(title, unit, name in _NOTABLE, points)

@@ -75,12 +75,6 @@ def build_application(board: Board, token: str) -> Starlette:
         text = (_PAGE / "page.html").read_text(encoding="utf-8").replace("TOKEN", token)
         return Response(text, media_type="text/html")
 
-    def script(request: Request) -> Response:
-        return Response((_PAGE / "page.js").read_bytes(), media_type="text/javascript")
-
-    def styles(request: Request) -> Response:
-        return Response((_PAGE / "page.css").read_bytes(), media_type="text/css")
-
     async def events(request: Request) -> Response:
         return StreamingResponse(_iterate_changes(board), media_type="text/event-stream")
 
@@ -91,8 +85,8 @@ def build_application(board: Board, token: str) -> Starlette:
 
     routes = [
         Route("/", page),
-        Route("/page.js", script),
-        Route("/page.css", styles),
+        Route("/page.js", lambda request: Response((_PAGE / "page.js").read_bytes(), media_type="text/javascript")),
+        Route("/page.css", lambda request: Response((_PAGE / "page.css").read_bytes(), media_type="text/css")),
         Route("/events", events),
         Route("/runs", lambda request: _respond_json(board.rows())),
         Route("/curves", lambda request: _respond_json(_look_up_curves(board, request))),
@@ -144,11 +138,8 @@ async def _iterate_changes(board: Board) -> AsyncIterator[str]:
         rows = await run_in_threadpool(board.rows)  # which may wait for a file
         changed_rows = [row for name, row in rows.items() if sent.get(name) != row]
         gone = [name for name in sent if name not in rows]
-        yield (
-            f"data: {to_json({'rows': changed_rows, 'gone': gone})}\n\n"
-            if changed_rows or gone
-            else ": nothing new\n\n"
-        )
+        changes = to_json({"rows": changed_rows, "gone": gone})
+        yield f"data: {changes}\n\n" if changed_rows or gone else ": nothing new\n\n"
         sent = rows
         await asyncio.sleep(_SEND_SECONDS)
 
