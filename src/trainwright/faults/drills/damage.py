@@ -307,9 +307,8 @@ def flip_activation(scene: Scene) -> None:
 def move_clock(scene: Scene) -> None:
     """Nothing changes."""
     rank, step = scene.draw.randrange(scene.case.spread[1]), scene.draw.randrange(1, watched_commands.STEPS - 1)
-    scene.check_finished_undisturbed(
-        _train(scene, "Clock", {"rank": rank, "step": step, "seconds": float(scene.variant)})
-    )
+    result = _train(scene, "Clock", {"rank": rank, "step": step, "seconds": float(scene.variant)})
+    scene.check_finished_undisturbed(result)
 
 
 def _flip_bit(scene: Scene, policy: str, step: int, overrides: Sequence[str] = ()) -> None:
@@ -349,7 +348,9 @@ _LATE = (watched_commands.JOINING, *watched_commands.TRAINING, watched_commands.
 )
 def fill_disk(scene: Scene) -> None:
     """The run reports it and continues; if it cannot finish it says what to do, and is resumed once there is space."""
-    _move_to_own_disk(scene)
+    unshare_mounts()
+    scene.run = scene.work / "disk" / "run"
+    mount_disk(scene.run.parent, compute_disk_size(scene))
     command = start_in_phase(scene)
     filler = scene.run.parent / "filler"
     fill_directory(filler, but=300 * 1024 if scene.variant.startswith("but") else 0)
@@ -431,12 +432,6 @@ def start_read_only(scene: Scene) -> None:
     result = scene.wait(scene.train())
     scene.expect(result, (REQUEST, MACHINE, FAILED), "read-only" if scene.variant == "new" else _FULL)
     require(not scene.run.exists(), "a run is there")
-
-
-def _move_to_own_disk(scene: Scene) -> None:
-    unshare_mounts()
-    scene.run = scene.work / "disk" / "run"
-    mount_disk(scene.run.parent, compute_disk_size(scene))
 
 
 def compute_disk_size(scene: Scene) -> int:

@@ -46,11 +46,7 @@ def read_history(run: Path) -> list[dict[str, Any]]:
                 resume_step <= reached_step,
                 f"resumed from step {resume_step}, but only {reached_step} steps had been recorded",
             )
-            events_so_far = (
-                [past for past in events_so_far if not resume_step or past.get("step", 0) <= resume_step]
-                if resume_step
-                else []
-            )
+            events_so_far = [past for past in events_so_far if resume_step and past.get("step", 0) <= resume_step]
         events_so_far.append(event)
     return events_so_far
 
@@ -92,23 +88,18 @@ def check_complete_and_same(run: Path, reference: Path, *, exact: bool) -> None:
         exact: bit for bit, the trained model included; else to rounding, relative to the largest loss.
     """
     ours, theirs = read_history(run), read_history(reference)
-    rounding = (
-        0.0
-        if exact
-        else look_up_rounding(reference)
-        * find_largest_loss(_select_events(theirs, "step") + _select_events(theirs, "evaluate"))
-    )
+    rounding = 0.0
+    if not exact:
+        events_with_loss = _select_events(theirs, "step") + _select_events(theirs, "evaluate")
+        rounding = look_up_rounding(reference) * find_largest_loss(events_with_loss)
     steps = [event["step"] for event in ours if event["event"] == "step"]
     expected_steps = [event["step"] for event in theirs if event["event"] == "step"]
     require(steps == expected_steps, f"steps are {format_ranges(steps)}, not {format_ranges(expected_steps)}")
     for kind in ("step", "evaluate"):
         for left, right in zip(_select_events(ours, kind), _select_events(theirs, kind), strict=False):
             _compare(kind, left, right, rounding)
-    evaluation_steps = [event["step"] for event in _select_events(ours, "evaluate")]
-    require(
-        evaluation_steps == [event["step"] for event in _select_events(theirs, "evaluate")],
-        f"evaluations are of steps {evaluation_steps}",
-    )
+    evaluations = [[event["step"] for event in _select_events(events, "evaluate")] for events in (ours, theirs)]
+    require(evaluations[0] == evaluations[1], f"evaluations are of steps {evaluations[0]}")
     if exact:
         texts = [[event["text"] for event in _select_events(events, "generate")] for events in (ours, theirs)]
         require(texts[0] == texts[1], f"generated texts are {texts[0]}, not {texts[1]}")
@@ -160,9 +151,8 @@ def check_final(run: Path, reference: Path, *, exact: bool) -> None:
     for path in final.glob("*.safetensors"):
         read_safetensors_header(path)
         if exact:
-            require(
-                path.read_bytes() == (reference_final / path.name).read_bytes(), f"{path} is not the undisturbed run's"
-            )
+            is_same = path.read_bytes() == (reference_final / path.name).read_bytes()
+            require(is_same, f"{path} is not the undisturbed run's")
 
 
 def list_checkpoint_steps(run: Path) -> list[int]:
@@ -204,10 +194,8 @@ def check_none_lost(run: Path) -> None:
     saved_steps = [event["step"] for event in read_history(run) if event["event"] == "checkpoint"]
     complete = check_checkpoints_complete(run)
     if saved_steps:
-        require(
-            saved_steps[-1] in complete,
-            f"the checkpoint of step {saved_steps[-1]} was written, and {complete} are there",
-        )
+        newest = saved_steps[-1]
+        require(newest in complete, f"the checkpoint of step {newest} was written, and {complete} are there")
 
 
 def read_safetensors_header(path: Path) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def kill_repeatedly(scene: Scene) -> None:
         if scene.draw.random() < 0.5:
             time.sleep(scene.draw.uniform(0.5, 4.0))
         else:
-            scene.wait_until(command, functools.partial(_has_restarted, scene, starts))
+            scene.wait_until(command, lambda starts=starts: invariants.count_starts(scene.run) > starts)
             time.sleep(scene.draw.uniform(0, 0.4))
         command.kill()
         invariants.check_none_lost(scene.run)
@@ -114,10 +114,8 @@ def kill_shell(scene: Scene) -> None:
         time.sleep(0.2)
     result = scene.wait(shell)
     require("Traceback" not in result.text, f"a traceback: {result}")
-    finished = any(
-        event["event"] == "finish" and event["status"] == "finished" for event in invariants.read_lines(scene.run)
-    )
-    if finished:
+    finishes = invariants.read_events_of_kind(scene.run, "finish")
+    if any(event["status"] == "finished" for event in finishes):
         scene.check_undisturbed()
         return
     reached_step, saved_steps = invariants.find_last_step(scene.run), invariants.list_checkpoint_steps(scene.run)
@@ -169,18 +167,13 @@ def _resume_killed(scene: Scene, command: Command) -> None:
     scene.resume_and_compare()
 
 
-def _has_restarted(scene: Scene, starts: int) -> bool:
-    return invariants.count_starts(scene.run) > starts
-
-
 @register_fault(
     "another strategy or number of processes", spreads=ANY, variants=("after SIGKILL", "after SIGTERM"), share=5
 )
 def change_world(scene: Scene) -> None:
     """The same losses to rounding, the same examples exactly."""
-    other_spread = _choose_other_spread(
-        scene, [spread for spread in scene.setting.spreads if spread != scene.case.spread]
-    )
+    others = [spread for spread in scene.setting.spreads if spread != scene.case.spread]
+    other_spread = _choose_other_spread(scene, others)
     if scene.variant == "after SIGKILL":
         scene.provide_stopped_run()
     else:
@@ -192,15 +185,11 @@ def change_world(scene: Scene) -> None:
 def leave_and_come_back(scene: Scene) -> None:
     """Another number of processes for some steps, then the original: the same losses up to rounding."""
     original_spread = scene.case.spread
-    other_spread = _choose_other_spread(
-        scene, [spread for spread in scene.setting.spreads if spread[1] != original_spread[1]]
-    )
+    others = [spread for spread in scene.setting.spreads if spread[1] != original_spread[1]]
+    other_spread = _choose_other_spread(scene, others)
     _stop(scene, scene.train(), watched_commands.SAVES_EVERY + 1)
-    _stop(
-        scene,
-        scene.trainwright("train", "--resume", str(scene.run), *_format_overrides(other_spread)),
-        2 * watched_commands.SAVES_EVERY + 1,
-    )
+    command = scene.trainwright("train", "--resume", str(scene.run), *_format_overrides(other_spread))
+    _stop(scene, command, 2 * watched_commands.SAVES_EVERY + 1)
     _resume_with_spread(scene, original_spread)
 
 
@@ -249,7 +238,7 @@ def _resume_with_spread(scene: Scene, spread: Spread) -> None:
     result = scene.go_on(*_format_overrides(spread))
     scene.expect(result, (FINISHED,))
     scene.check_undisturbed(exact=False)
-    start = next(event for event in reversed(invariants.read_lines(scene.run)) if event["event"] == "start")
+    start = invariants.read_events_of_kind(scene.run, "start")[-1]
     ran = start["strategy"], start["world_size"]
     require(ran == spread, f"asked for {spread}, ran {ran}")
 

@@ -499,9 +499,8 @@ def _select_possible_trials(
     trials: Sequence[DrillTrial], recipe: schema.RecipeSchema, setting: TrialSettings
 ) -> tuple[list[DrillTrial], dict[Spread, Undisturbed]]:
     """Return the trials, none on a spread that the recipe has failed with if there is another, and these spreads."""
-    refused_spreads = trial_settings.read_refusals(
-        setting, dict.fromkeys([*setting.spreads, *(trial.case.spread for trial in trials)])
-    )
+    spreads = dict.fromkeys([*setting.spreads, *(trial.case.spread for trial in trials)])
+    refused_spreads = trial_settings.read_refusals(setting, spreads)
     other_spreads = [spread for spread in setting.spreads if spread not in refused_spreads]
     kinds = {trial.kind for trial in trials if trial.case.spread in refused_spreads}
     cases = {

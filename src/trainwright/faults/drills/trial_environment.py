@@ -109,7 +109,8 @@ class Scene:
         if (self.run / "recipe.yaml").exists():
             command = self.trainwright("train", "--resume", str(self.run), *overrides)
         else:
-            require(not self.run.exists(), f"{self.run} is there, without a recipe: {_list_files(self.run)}")
+            files = sorted(str(path.relative_to(self.run)) for path in self.run.rglob("*"))[:40]
+            require(not self.run.exists(), f"{self.run} is there, without a recipe: {files}")
             command = self.train(*first, *overrides)
         return self.wait(command)
 
@@ -124,7 +125,7 @@ class Scene:
         self.injected = time.time()
 
     def wait_until(self, command: Command, condition: Callable[[], Any]) -> None:
-        """Return as soon as ``seen()``; see watched_commands.py."""
+        """Return as soon as ``condition()``; see watched_commands.py."""
         watched_commands.wait_until(command, condition, self.setting.patience)
 
     def wait_for_step(self, command: Command, step: int, starts: int) -> None:
@@ -341,11 +342,9 @@ def measure_trial(scene: Scene) -> dict[str, float]:
         return {}
     failure_times = [command.wait(0).at for command in scene.commands if command.ended and command.wait(0).code]
     measures = compute_measures(invariants.read_lines(scene.run), scene.injected, failure_times)
-    return (
-        {**measures, "start": read_undisturbed_seconds(scene.reference())["start"]}
-        if "recovery" in measures
-        else measures
-    )
+    if "recovery" in measures:
+        measures["start"] = read_undisturbed_seconds(scene.reference())["start"]
+    return measures
 
 
 def compute_measures(events: Sequence[dict[str, Any]], injected: float, failed: Sequence[float]) -> dict[str, float]:
@@ -398,7 +397,3 @@ def measure_undisturbed_seconds(setting: TrialSettings, trials: Iterable[DrillTr
 def _make_reference_run(setting: TrialSettings, trial: DrillTrial) -> Path:
     with tempfile.TemporaryDirectory(prefix="trainwright-drill-") as directory:
         return Scene(trial, Path(directory, "scene"), setting).reference()
-
-
-def _list_files(directory: Path) -> list[str]:
-    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))[:40]

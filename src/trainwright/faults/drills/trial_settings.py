@@ -233,9 +233,8 @@ def _iterate_schedule_overrides(optimizer: OptimizerSection) -> Iterator[str]:
     lengths = {"warmup_steps": optimizer.warmup_steps}
     if SCHEDULES.get(optimizer.schedule).in_decay_steps:
         lengths["decay_steps"] = optimizer.decay_steps
-    remaining = int(
-        watched_commands.STEPS * (1 - sum(length for length in lengths.values() if isinstance(length, float)))
-    )
+    fractions = sum(length for length in lengths.values() if isinstance(length, float))
+    remaining = int(watched_commands.STEPS * (1 - fractions))
     for key, length in lengths.items():
         if isinstance(length, int):
             yield f"optimizer.{key}={min(length, remaining, _MOST_SCHEDULED)}"

@@ -214,7 +214,7 @@ def reach(command: Command, sight: Callable[[], Any], phase: str, draw: random.R
 
 
 def wait_until(command: Command, condition: Callable[[], Any], patience: float) -> None:
-    """Return as soon as `seen()`. Missed when the command has ended, InvariantBroken when neither comes."""
+    """Return as soon as `condition()`. Missed when the command has ended, InvariantBroken when neither comes."""
     deadline = time.monotonic() + patience
     while not condition():
         if command.ended:

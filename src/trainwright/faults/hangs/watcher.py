@@ -84,9 +84,8 @@ def read_state(pid: int, *, closely: bool = False) -> ProcessState | None:
     if status == psutil.STATUS_ZOMBIE:
         return None
     on_disk = status == psutil.STATUS_DISK_SLEEP
-    return ProcessState(
-        stopped and not paused, paused, on_disk, times.user + times.system, _read_waited_seconds(pid, closely)
-    )
+    seconds = times.user + times.system
+    return ProcessState(stopped and not paused, paused, on_disk, seconds, _read_waited_seconds(pid, closely))
 
 
 def count_moved_bytes(pid: int) -> int:
@@ -459,9 +458,8 @@ def main(request: str) -> None:
         conflict = watcher.close()
         if conflict is not None and not is_told:
             ending(EXIT_TRAINING, conflict)
-        if (
-            directory := create_heartbeat_directory(watched_run.run)
-        ) is not None:  # also of a run too short to be watched
+        directory = create_heartbeat_directory(watched_run.run)  # also of a run too short to be watched
+        if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)
 
 
