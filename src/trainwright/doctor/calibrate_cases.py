@@ -256,8 +256,9 @@ def prepare_attention(
     device: torch.device,
     dense: bool = False,
 ) -> Run:
-    """Return causal attention within sequences. ``shape``: heads, size of a head; ``dense``: as in "
-    "``build_attention_cases``."""
+    """Return causal attention within sequences. ``shape``: heads, size of a head; ``dense``: as in
+    ``build_attention_cases``.
+    """
     heads, channels = shape
     tokens, scale = sum(lengths), channels**-0.5
     # The order in memory in which projections return them.

@@ -205,10 +205,9 @@ def _add_rows(configuration: Mapping[str, Any], model: ModelSection) -> Mapping[
         rows = count_needed_rows(size, complete_tokenizer(model), model.added_tokens)
     else:  # whether the model has rows to spare is not known
         rows = size + len(model.added_tokens.names)
-    return {
-        **configuration,
-        **({"text_config": {**inner, "vocab_size": rows}} if inner is text else {"vocab_size": rows}),
-    }
+    if inner is text:
+        return {**configuration, "text_config": {**inner, "vocab_size": rows}}
+    return {**configuration, "vocab_size": rows}
 
 
 def _add_class(fields: dict[str, Any], model: ModelSection) -> dict[str, Any]:
@@ -493,9 +492,8 @@ def _estimate_stages(recipe: RecipeSchema, needs: Needs, assumptions: list[str])
             for part, name in zip(parts, data.source_names, strict=True)
         ]
     weights = data.list_stage_weights([part.examples or 1 for part in sources])
-    return compute_stage_lengths(
-        recipe, [mix_lengths(list(zip(sources, source_weights, strict=True))) for source_weights in weights]
-    )
+    mixtures = [mix_lengths(list(zip(sources, source_weights, strict=True))) for source_weights in weights]
+    return compute_stage_lengths(recipe, mixtures)
 
 
 def find_largest_stage(recipe: RecipeSchema) -> StageSection:
@@ -530,16 +528,12 @@ def _read_first_examples(recipe: RecipeSchema) -> list[list[list[Example]]]:
     data, total_weight = recipe.data, sum(source.weight for source in recipe.data.sources)
     parts: list[list[list[Example]]] = []
     for source, key in zip(data.sources, data.source_keys, strict=True):
-        files = find_registered_source(source.source) is None
-        examples_of_source = (
-            check_source(source.source, key, source.format == "documents")
-            if files
-            else load_registered_rows(source.source)
-        )
-        rows, kind = (
-            examples_of_source[: max(1, round(_SAMPLED_ROWS * source.weight / total_weight))],
-            look_up_reader(recipe, key),
-        )
+        if find_registered_source(source.source) is None:
+            rows = check_source(source.source, key, source.format == "documents")
+        else:
+            rows = load_registered_rows(source.source)
+        rows = rows[: max(1, round(_SAMPLED_ROWS * source.weight / total_weight))]
+        kind = look_up_reader(recipe, key)
         parts.append([])
         if not rows:
             continue

@@ -59,9 +59,7 @@ def format_candidates(plan: RunPlan, everything: bool = False, width: int | None
     narrow = width is not None and width < _WIDE
     best = plan.chosen if plan.fits else None
     rows = sort_candidates(plan, everything=everything)
-    scale = (
-        max([candidate.needed_bytes for candidate in rows if candidate.runs] or [rows[0].needed_bytes]) if rows else 1
-    )
+    scale = max([candidate.needed_bytes for candidate in rows if candidate.runs] or [rows[0].needed_bytes])
     scale = max(scale, plan.chosen.available_bytes if plan.chosen.needed_bytes > scale // 2 else scale)
     yield (
         f"{'strategy':<18}{'on':>4} {'batch':>8}  {'recompute':<9}{'' if narrow else _MEMORY}{'needed':>10}"
@@ -77,12 +75,9 @@ def format_candidates(plan: RunPlan, everything: bool = False, width: int | None
     free = format_bytes(plan.chosen.available_bytes)
     sharing = "all processes together" if plan.cluster.device == "cpu" else "a device"
     yield f"{legend}{free} available ({sharing})"
-    if (
-        step_time := next(
-            (candidate.time for candidate in rows if candidate.time is not None and candidate.time.mfu is not None),
-            None,
-        )
-    ) is not None:
+    times = (candidate.time for candidate in rows)
+    step_time = next((time for time in times if time is not None and time.mfu is not None), None)
+    if step_time is not None:
         yield f"MFU: of the {_describe_peak(step_time)}"
     if any(not candidate.layout.reshard_after_forward for candidate in rows):
         yield "whole: weights stay gathered between forward and backward (parallel.reshard_after_forward=false)"
@@ -126,13 +121,9 @@ def summarize_plan(plan: RunPlan) -> str:
         return f"{prefix}, {memory} of {format_bytes(candidate.available_bytes)}: it does not fit"
     slow, fast = candidate.errors.speed.of(time.tokens_per_second)
     speed = f"{time.tokens_per_second:,.0f} ({slow:,.0f} to {fast:,.0f}) tokens/s"
-    line = (
-        f"{prefix}, {memory}{', which is close' * candidate.is_close}, {format_seconds(time.seconds)} per step, {speed}"
-    )
-    steps = plan.workload.steps
-    return (
-        line if steps is None else f"{line}, {format_seconds(steps * time.seconds)} for {format_plural(steps, 'step')}"
-    )
+    close, steps = ", which is close" * candidate.is_close, plan.workload.steps
+    run = "" if steps is None else f", {format_seconds(steps * time.seconds)} for {format_plural(steps, 'step')}"
+    return f"{prefix}, {memory}{close}, {format_seconds(time.seconds)} per step, {speed}{run}"
 
 
 def sort_candidates(plan: RunPlan, *, everything: bool) -> list[Candidate]:
@@ -141,28 +132,16 @@ def sort_candidates(plan: RunPlan, *, everything: bool) -> list[Candidate]:
     Args:
         everything: not only the best one of each kind.
     """
-    runs = sorted(
-        (candidate for candidate in plan.search.candidates if candidate.runs),
-        key=lambda one: one.time.seconds if one.time else 0,
-    )
-    infeasible_candidates = sorted(
-        (candidate for candidate in plan.search.candidates if not candidate.runs), key=lambda one: one.shortfall
-    )
-    rows = [
-        plan.chosen,
-        *(
-            candidate
-            for candidate in [*runs, *infeasible_candidates]
-            if not is_same_place(candidate.choice, plan.chosen.choice)
-        ),
-    ]
+    candidates = plan.search.candidates
+    runs = sorted((one for one in candidates if one.runs), key=lambda one: one.time.seconds if one.time else 0)
+    others = sorted((one for one in candidates if not one.runs), key=lambda one: one.shortfall)
+    rows = [plan.chosen, *(one for one in [*runs, *others] if not is_same_place(one.choice, plan.chosen.choice))]
     if everything:
         return rows
     fastest: dict[tuple[object, ...], Candidate] = {}
     for candidate in rows:
-        fastest.setdefault(
-            (candidate.choice.strategy, candidate.layout.offloads, candidate.choice.num_processes == 1), candidate
-        )
+        kind = candidate.choice.strategy, candidate.layout.offloads, candidate.choice.num_processes == 1
+        fastest.setdefault(kind, candidate)
     return list(fastest.values())[:_SHOWN]
 
 
@@ -196,9 +175,8 @@ def _draw_bar(one: Candidate, scale: int) -> str:
 def _format_memory(chosen: Candidate) -> Iterator[str]:
     parts = {**chosen.memory.parts, **chosen.memory.overhead}
     largest = sorted(parts.items(), key=lambda item: -item[1])
-    text = ", ".join(
-        f"{name} {format_bytes(amount)}" for name, amount in largest if amount > 0.005 * chosen.memory.total
-    )
+    least = 0.005 * chosen.memory.total
+    text = ", ".join(f"{name} {format_bytes(amount)}" for name, amount in largest if amount > least)
     yield f"{format_bytes(chosen.memory.total)} per process at the peak: {text}"
     if chosen.is_close:
         yield (

@@ -101,24 +101,23 @@ class RunPlan:
         found on this machine. ``correction``: the factor on the step time from this machine's own runs. The ``low`` and
         ``high`` of memory and speed are the interval of measured to predicted values of such runs, see `Errors`.
         """
+        errors, time = self.chosen.errors, self.chosen.time
         predicted: dict[str, float] = {
             "memory_bytes": self.chosen.memory.total,
             "tensors_bytes": self.chosen.memory.allocated,
-            "memory_low": self.chosen.errors.memory.low,
-            "memory_high": self.chosen.errors.memory.high,
+            "memory_low": errors.memory.low,
+            "memory_high": errors.memory.high,
         }
-        if self.chosen.time is not None:
-            predicted["step_time"] = self.chosen.time.seconds
-            predicted["tokens_per_second"] = self.chosen.time.tokens_per_second
-            if self.chosen.time.mfu is not None:
-                predicted["mfu"] = self.chosen.time.mfu
-                predicted["nominal_peak"] = float(self.chosen.time.peak_is_nominal)
+        if time is not None:
+            predicted["step_time"] = time.seconds
+            predicted["tokens_per_second"] = time.tokens_per_second
+            if time.mfu is not None:
+                predicted["mfu"] = time.mfu
+                predicted["nominal_peak"] = float(time.peak_is_nominal)
             predicted["calibrated"] = float(self.calibrated)
             predicted["correction"] = self.correction.seconds
-            predicted["speed_low"], predicted["speed_high"] = (
-                self.chosen.errors.speed.low,
-                self.chosen.errors.speed.high,
-            )
+            predicted["speed_low"] = errors.speed.low
+            predicted["speed_high"] = errors.speed.high
             predicted["measured"] = float(self.basis.measurement is not None)
         if self.chosen.choice.threads is not None:
             predicted["threads"] = self.chosen.choice.threads
@@ -177,8 +176,9 @@ def make_plan(
         RequestError: no number of processes satisfies ``constraints``.
         MachineError: the blocks are to be compiled, but this machine has no compiler.
     """
-    if constraints.fixed.get("compile") and (why := _explain_no_compile(cluster)) is not None:
-        raise MachineError(f"train.compile: torch.compile {why}; install it, or set train.compile to false")
+    uncompiled = _explain_no_compile(cluster)
+    if constraints.fixed.get("compile") and uncompiled is not None:
+        raise MachineError(f"train.compile: torch.compile {uncompiled}; install it, or set train.compile to false")
     corrections = build_corrections(basis.runs, workload, basis.kind)
     rates = Rates(cluster, basis.calibration, basis.measurement)
     possible = partial(_explain_impossible_strategy, cluster, available)
@@ -197,9 +197,7 @@ def make_plan(
         chosen=candidate,
         search=result,
         suggestions=out,
-        reasons=tuple(
-            iterate_reasons(candidate, result, constraints, workload, cluster, precision, _explain_no_compile(cluster))
-        ),
+        reasons=tuple(iterate_reasons(candidate, result, constraints, workload, cluster, precision, uncompiled)),
         assumptions=(*_describe_rates(basis), *_explain_bound(workload, candidate), *cluster.assumptions, *assumptions),
         basis=basis,
         rivals=rivals,
@@ -340,9 +338,8 @@ def _explain_no_compile(cluster: Cluster) -> str | None:
 def _explain_impossible_strategy(cluster: Cluster, available: Callable[[str], str | None], strategy: str) -> str | None:
     """Return why a strategy cannot run with these packages and on these devices, or None if it can."""
     library = look_up_strategy(strategy).library
-    return available(strategy) or (
-        None if library is None else explain_missing_feature(cluster.card.vendor, library.module)
-    )
+    missing_feature = None if library is None else explain_missing_feature(cluster.card.vendor, library.module)
+    return available(strategy) or missing_feature
 
 
 def explain_missing_library(strategy: str) -> str | None:

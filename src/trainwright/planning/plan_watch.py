@@ -126,9 +126,8 @@ class PlanWatch:
         assert self._before is not None
         before, wait = self._before
         threads = self._watched.predicted.get("threads")
-        return self._process.find_causes(
-            before, elsewhere=heartbeat.sum_collective_seconds() - wait, planned_threads=threads
-        )
+        elsewhere = heartbeat.sum_collective_seconds() - wait
+        return self._process.find_causes(before, elsewhere=elsewhere, planned_threads=threads)
 
     def _inside(self) -> str:
         if self._watched.chosen.get("compile"):
@@ -140,14 +139,10 @@ class PlanWatch:
 
         The error found for a number of processes and a precision is assumed for their other strategies, too.
         """
-        chosen_candidate = self._watched.chosen
-        alternatives = [
-            candidate
-            for candidate in self._watched.candidates
-            if candidate.get("time") and _is_different(candidate, chosen_candidate)
-        ]
+        chosen = self._watched.chosen
+        alternatives = [one for one in self._watched.candidates if one.get("time") and _is_different(one, chosen)]
         if self._watched.replan:
-            alternatives = [candidate for candidate in alternatives if _is_same_run(candidate, chosen_candidate)]
+            alternatives = [one for one in alternatives if _is_same_run(one, chosen)]
         best = min(alternatives, key=lambda one: one["time"]["seconds"], default=None)
         if best is None or best["time"]["seconds"] * slower * _WORTH > measured:
             return None
@@ -162,9 +157,8 @@ class PlanWatch:
             return
         prediction = self._watched.predicted
         plain = prediction["tokens_per_second"] * (prediction.get("correction") or 1.0)
-        memory = (
-            measured.get("memory_bytes", 0.0) / prediction["memory_bytes"] if prediction.get("memory_bytes") else None
-        )
+        planned_bytes = prediction.get("memory_bytes")
+        memory = measured.get("memory_bytes", 0.0) / planned_bytes if planned_bytes else None
         if (run := parse_run(self._watched.own, plain / measured["tokens_per_second"], memory)) is not None:
             remember_run(machine, run)
 
@@ -183,9 +177,8 @@ def _is_different(one: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
 def _is_same_run(one: Mapping[str, Any], chosen: Mapping[str, Any]) -> bool:
     """Return whether losses stay the same and the checkpoint can be loaded."""
     strategies = {one["strategy"], chosen.get("strategy")}
-    can_change = strategies <= {*STRATEGIES.names()} and all(
-        look_up_strategy(name).changes_in_run for name in strategies
-    )
+    are_known = strategies <= {*STRATEGIES.names()}
+    can_change = are_known and all(look_up_strategy(name).changes_in_run for name in strategies)
     return can_change and one["mixed_precision"] == chosen.get("mixed_precision")
 
 

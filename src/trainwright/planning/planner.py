@@ -35,9 +35,8 @@ def plan_recipe(recipe: RecipeSchema, machine: Machine, nodes: int) -> Planned:
     basis = build_basis(machine, facts.workload, begin_activity)
     if basis.message is not None:
         say(basis.message, file=sys.stderr)
-    worlds = (
-        list_process_counts(recipe, machine, nodes) if recipe.parallel.num_processes == "auto" and nodes > 1 else None
-    )
+    chooses_world = recipe.parallel.num_processes == "auto" and nodes > 1
+    worlds = list_process_counts(recipe, machine, nodes) if chooses_world else None
     plan = plan_on(cluster, recipe, facts, basis, explain_missing_library, worlds)
     return Planned(
         values=collect_chosen_values(plan),

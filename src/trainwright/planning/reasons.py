@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from trainwright.machine.describe import Cluster, parse_machine
 from trainwright.machine.processor import explain_no_triton
@@ -56,19 +55,15 @@ def iterate_reasons(
     if workload.kernels == "auto" and cluster.has_gpus:
         missing = explain_no_triton() if cluster.is_here else None
         yield f"model.kernels eager: {explain_auto(cluster.card.vendor, cluster.card.capability, missing)}"
-    if cluster.has_gpus and (share := _compute_waiting_share(chosen)) > _NOTICED:
+    time = chosen.time
+    if cluster.has_gpus and time is not None and (share := time.parts["launches"] / time.seconds) > _NOTICED:
         yield (
             f"train.micro_batch_size {choice.micro_batch_size}: {share:.0%} of a step the GPU waits for Python to "
             "launch kernels that are shorter than that; larger micro-batches or fewer kernels (train.compile) lower it"
         )
 
 
-_NOTICED = 0.1
-
-
-def _compute_waiting_share(chosen: Candidate) -> float:
-    """Return the share of a step in which a GPU waits for the host to launch kernels."""
-    return 0.0 if chosen.time is None else chosen.time.parts["launches"] / chosen.time.seconds
+_NOTICED = 0.1  # part of a step
 
 
 def explain_attention(workload: Workload, choice: Choice, cluster: Cluster) -> Iterator[str]:
@@ -168,9 +163,7 @@ def _find_slower_part(candidate: Candidate, best: Candidate) -> str:
 
 def _explain_processes(chosen: Candidate, result: SearchResult, workload: Workload, cluster: Cluster) -> str:
     count = chosen.choice.num_processes
-    alternatives = [
-        candidate for candidate in result.candidates if candidate.runs and candidate.choice.num_processes != count
-    ]
+    alternatives = [one for one in result.candidates if one.runs and one.choice.num_processes != count]
     rows = max(1, math.ceil(workload.global_batch_rows))
     if count > rows:
         without = format_plural(count - rows, "process has none and holds", "processes have none and hold")
@@ -196,14 +189,10 @@ def _explain_processes(chosen: Candidate, result: SearchResult, workload: Worklo
 
 def _explain_strategy(chosen: Candidate, result: SearchResult) -> str:
     count = chosen.choice.num_processes
-    alternatives = [
-        candidate
-        for candidate in result.candidates
-        if candidate.choice.num_processes == count and candidate.layout != chosen.layout
-    ]
+    others = [one for one in result.candidates if one.choice.num_processes == count and one.layout != chosen.layout]
     if not chosen.runs:
         return "the nearest to fitting"
-    lost = [f"{candidate.layout.in_words(count)} {describe_verdict(candidate, chosen)}" for candidate in alternatives]
+    lost = [f"{one.layout.in_words(count)} {describe_verdict(one, chosen)}" for one in others]
     if not lost:
         return "one process"
     return "the fastest that fits; " + "; ".join(lost[:3])
@@ -271,20 +260,16 @@ def find_suggestions(evaluator: Evaluator, constraints: Constraints, nearest: Ca
     helpful: list[Suggestion] = []
     enough: list[frozenset[str]] = []
     # A candidate that fits but lacks a package does not need less memory.
-    for kinds, series in (
-        _iterate_dropped_constraints(evaluator, constraints)
-        if nearest.fits
-        else _iterate_series(evaluator, constraints)
-    ):
+    iterate_changes = _iterate_dropped_constraints if nearest.fits else _iterate_series
+    for kinds, series in iterate_changes(evaluator, constraints):
         if any(subset <= kinds for subset in enough):
             continue
-        attempts = (
-            (change, search(changed_evaluator, kept_constraints, sure=True).best)
-            for change, changed_evaluator, kept_constraints in series
-        )
-        helps = list(islice((Suggestion(change, best) for change, best in attempts if best is not None), 1))
-        enough += [kinds] if helps else []
-        helpful += helps
+        for change, changed_evaluator, kept_constraints in series:
+            best = search(changed_evaluator, kept_constraints, sure=True).best
+            if best is not None:
+                enough.append(kinds)
+                helpful.append(Suggestion(change, best))
+                break
         if len(helpful) == _MOST:
             break
     return helpful
@@ -302,10 +287,8 @@ def _iterate_series(evaluator: Evaluator, constraints: Constraints) -> Iterator[
     for kind, change, changed_evaluator in adaptations:
         if (dropped_names := _find_fewest(changed_evaluator, constraints)) is not None:
             changes = " ".join([*(_RELAXED[name] for name in dropped_names), change])
-            yield (
-                frozenset([kind, *dropped_names]),
-                iter([(changes, changed_evaluator, _drop(constraints, *dropped_names))]),
-            )
+            free = _drop(constraints, *dropped_names)
+            yield frozenset([kind, *dropped_names]), iter([(changes, changed_evaluator, free)])
     for kind, change, changed_evaluator in adaptations:
         for another, more in (
             (_LENGTH, _iterate_shorter(changed_evaluator, constraints)),
@@ -342,10 +325,8 @@ def _iterate_adapters(evaluator: Evaluator) -> Iterator[tuple[str, str, Evaluato
         change = "model.adapter.quantization=nf4 (4-bit base)"  # the adapter itself is unchanged
         if not section:
             change = f"model.adapter=qlora (4-bit base, rank {rank})"
-        quantized_adapter = AdapterSection.model_validate(
-            {"type": "lora", "rank": rank, **section, "quantization": "nf4"}
-        )
-        yield "qlora", change, _replace_workload(evaluator, _add_adapter(workload, quantized_adapter))
+        adapter = AdapterSection.model_validate({"type": "lora", "rank": rank, **section, "quantization": "nf4"})
+        yield "qlora", change, _replace_workload(evaluator, _add_adapter(workload, adapter))
 
 
 def _add_adapter(workload: Workload, section: AdapterSection) -> Workload:
@@ -409,21 +390,17 @@ def _iterate_shorter(evaluator: Evaluator, constraints: Constraints) -> Iterator
     workload = evaluator.workload
     lengths = [workload.row_tokens >> halvings for halvings in range(1, workload.row_tokens.bit_length())]
     lengths = [tokens for tokens in lengths if tokens >= _SHORTEST] if workload.texts else []
-    if (
-        not lengths
-        or search(_replace_workload(evaluator, _set_row_length(workload, lengths[-1])), constraints, sure=True).best
-        is None
-    ):
+    if not lengths:
+        return
+    shortest = _replace_workload(evaluator, _set_row_length(workload, lengths[-1]))
+    if search(shortest, constraints, sure=True).best is None:
         return
     for tokens in lengths:
         keys = ["data.pack_length"] if workload.packed else []
         if not workload.packed or (workload.max_length or workload.row_tokens) > tokens:  # packs hold none longer
             keys.append("data.max_length")
-        yield (
-            " ".join(f"{key}={tokens}" for key in keys),
-            _replace_workload(evaluator, _set_row_length(workload, tokens)),
-            constraints,
-        )
+        change = " ".join(f"{key}={tokens}" for key in keys)
+        yield change, _replace_workload(evaluator, _set_row_length(workload, tokens)), constraints
 
 
 def _set_row_length(workload: Workload, tokens: int) -> Workload:
@@ -447,11 +424,8 @@ def _iterate_more_devices(evaluator: Evaluator, constraints: Constraints) -> Ite
     free = _drop(constraints, *names)
     if cluster.device == "cpu":
         for larger in map(parse_machine, _USUAL):
-            yield (
-                f"a machine such as {larger.name}{relaxations}",
-                Evaluator(evaluator.workload, larger, Rates(larger)),
-                free,
-            )
+            larger_evaluator = Evaluator(evaluator.workload, larger, Rates(larger))
+            yield f"a machine such as {larger.name}{relaxations}", larger_evaluator, free
         return
     nodes, per_node = cluster.nodes, cluster.devices_per_node
     while nodes * per_node < evaluator.workload.global_batch_rows:

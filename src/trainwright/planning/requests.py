@@ -140,7 +140,6 @@ def plan(
         >>> plan.fits, plan.values["train"]["mixed_precision"]
         (True, 'bf16')
     """
-
     from trainwright.machine.describe import resolve_machine
     from trainwright.recipe.arguments import check_argument
     from trainwright.recipe.sections.fields import Count
@@ -150,7 +149,10 @@ def plan(
         raise RequestError("--price: needs --tokens, such as 20x")
     with Activity(sys.stderr if progress else None, "reading the recipe, its model and its data"):
         to_plan = _choose_recipe(recipe, overrides, model, sequence_length, global_batch_size, steps)
-        facts, budget = _build_facts(to_plan, full=model is not None), None
+        from trainwright.planning.facts import assume_full_rows, build_facts
+
+        # Without a recipe there is no data, and every row is taken to be full.
+        facts, budget = build_facts(to_plan) if model is None else assume_full_rows(to_plan), None
         if tokens is not None:
             if steps is not None:
                 raise RequestError("--tokens, --steps: both set the length of the run; pass only one")
@@ -196,13 +198,6 @@ def _choose_recipe(
     return build_recipe([*settings, *overrides], "--model")
 
 
-def _build_facts(recipe: schema.RecipeSchema, full: bool) -> Facts:
-    """Return the facts for the plan. ``full``: ignore the recipe's data and assume that every row is full."""
-    from trainwright.planning.facts import assume_full_rows, build_facts
-
-    return assume_full_rows(recipe) if full else build_facts(recipe)
-
-
 def _make_plan(recipe: schema.RecipeSchema, facts: Facts, on: Written | None) -> Details:
     from trainwright.machine.describe import build_cluster
     from trainwright.planning.plan import explain_missing_library
@@ -223,9 +218,8 @@ def _make_plan(recipe: schema.RecipeSchema, facts: Facts, on: Written | None) ->
         options = {"basis": build_basis(machine, facts.workload, begin_activity), "available": explain_missing_library}
     recipe, remarks = apply_implied_values(recipe, cluster)
     run_plan = plan_on(cluster, recipe, facts, **options)
-    fill_auto_values(
-        recipe, collect_chosen_values(run_plan), cluster.device
-    )  # raises the errors that a run would raise
+    # Raises the errors that a run would raise.
+    fill_auto_values(recipe, collect_chosen_values(run_plan), cluster.device)
     return replace(run_plan, reasons=(*run_plan.reasons, *remarks))
 
 
@@ -268,11 +262,8 @@ def simulate(
     from trainwright.planning.simulation.start import SimulationRequest
 
     file = None if accelerate_config is None else Path(accelerate_config)
-    return run_in_process(
-        _start_simulation,
-        SimulationRequest(extract_source(recipe), overrides, on, steps, force, file),
-        progress=progress,
-    )
+    request = SimulationRequest(extract_source(recipe), overrides, on, steps, force, file)
+    return run_in_process(_start_simulation, request, progress=progress)
 
 
 def _start_simulation(request: SimulationRequest) -> Simulation:

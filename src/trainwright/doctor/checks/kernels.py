@@ -185,7 +185,7 @@ def iterate_float8_products(scales: Sequence[str] = FLOAT8) -> Iterator[Compared
             inputs,
             run,
             lambda x, w, run=run: run(x.bfloat16(), w.bfloat16()).float(),
-            "bf16",
+            "bf16"
         )
 
 

@@ -87,7 +87,7 @@ def kill_repeatedly(scene: Scene) -> None:
         if scene.draw.random() < 0.5:
             time.sleep(scene.draw.uniform(0.5, 4.0))
         else:
-            scene.wait_until(command, lambda starts=starts: invariants.count_starts(scene.run) > starts)
+            scene.wait_until(command, functools.partial(_has_restarted, scene, starts))
             time.sleep(scene.draw.uniform(0, 0.4))
         command.kill()
         invariants.check_none_lost(scene.run)
@@ -165,6 +165,10 @@ def _resume_killed(scene: Scene, command: Command) -> None:
     require(result.code == -signal.SIGKILL, f"wanted a killed command, got {result}")
     invariants.check_none_lost(scene.run)
     scene.resume_and_compare()
+
+
+def _has_restarted(scene: Scene, starts: int) -> bool:
+    return invariants.count_starts(scene.run) > starts
 
 
 @register_fault(

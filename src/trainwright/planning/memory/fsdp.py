@@ -205,9 +205,8 @@ class FsdpFlow(Flow):
         copies = size if self._copies else 0
         if self._width < FP32 and self._masters:
             copies += self._units[unit].local_trained * self._width  # frozen ones already have that width
-        return size, Allocated(
-            self._gradients + self._summed, self._gathered + self._buffer + size + copies, self._reducing
-        )
+        held_bytes = self._gathered + self._buffer + size + copies
+        return size, Allocated(self._gradients + self._summed, held_bytes, self._reducing)
 
     def _prefetch(self, unit: int) -> Allocated:
         if unit == 0:
@@ -232,9 +231,8 @@ class FsdpFlow(Flow):
             if not self._reshard or (self._first and self._last):
                 summed_bytes = self._width * sizes.local_trained
         clone = self._reducing if self._copies else 0
-        allocation = Allocated(
-            self._gradients + self._summed + local_bytes, self._gathered + self._buffer, self._reducing + clone
-        )
+        gradients = self._gradients + self._summed + local_bytes
+        allocation = Allocated(gradients, self._gathered + self._buffer, self._reducing + clone)
         if (self._first or not self._reshard) and not self._offload:
             self._summed += summed_bytes
         return choose_largest(highest, allocation)

@@ -25,9 +25,8 @@ def estimate_orthogonalization(inventory: Inventory, choice: Choice, on_gpu: boo
     """Return the most bytes while Muon updates matrices, in addition to weights, gradients and optimizer state."""
     width, shapes = look_up_exchanged_width(on_gpu), inventory.matrices
     if choice.num_processes == 1:
-        return max(
-            (_estimate_stack(shape, count, width, on_gpu) for shape, count in Counter(shapes).items()), default=0
-        )
+        counts = Counter(shapes).items()
+        return max((_estimate_stack(shape, count, width, on_gpu) for shape, count in counts), default=0)
     return _estimate_rounds(shapes, choice.num_processes, choice.shards, on_gpu)
 
 
@@ -65,26 +64,20 @@ def _estimate_rounds(shapes: tuple[Shape, ...], ranks: int, shards: int, on_gpu:
 def _estimate_round(owned: Sequence[Sequence[Shape]], on_gpu: bool) -> int:
     """Return the bytes on the fullest rank of a replica. ``owned``: the matrices of each of its ranks."""
     width = look_up_exchanged_width(on_gpu)
-    elements = sum(_count_share(shape, len(owned)) for shapes in owned for shape in shapes)
+    elements = sum(count_rows(rows, len(owned), 0) * columns for shapes in owned for rows, columns in shapes)
     share_bytes, in_fp32 = width * elements, _FP32 * elements
     matrix_bytes = width * max(sum(rows * columns for rows, columns in shapes) for shapes in owned)
     alone = max((_estimate_stacks(shapes, width, on_gpu) for shapes in owned), default=0)
     # Updates are converted to fp32 as they are added to the weights: this rank's in a row, and those of another.
     update_bytes = 2 * share_bytes + (in_fp32 if width < _FP32 else 0)
-    return max(
-        share_bytes + in_fp32, share_bytes + matrix_bytes if len(owned) > 1 else 0, matrix_bytes + alone, update_bytes
-    )
+    exchanged_bytes = share_bytes + matrix_bytes if len(owned) > 1 else 0
+    return max(share_bytes + in_fp32, exchanged_bytes, matrix_bytes + alone, update_bytes)
 
 
 def _estimate_stacks(shapes: Sequence[Shape], width: int, on_gpu: bool) -> int:
     """Return the most bytes of updating matrices of a rank, those of one shape together."""
     counts = [(shapes[indices[0]], len(indices)) for indices in group_into_stacks(shapes, on_gpu=on_gpu)]
     return max((count * (width * m * n + _compute_iteration_bytes(m, n, width)) for (m, n), count in counts), default=0)
-
-
-def _count_share(shape: Shape, shards: int) -> int:
-    rows, columns = shape
-    return count_rows(rows, shards, 0) * columns
 
 
 def _compute_iteration_bytes(rows: int, columns: int, width: int) -> int:

@@ -13,8 +13,9 @@ _PLACES = 256  # rows whose lengths are read one by one
 
 
 def compute_batch_shape(workload: Workload, choice: Choice, cluster: Cluster, later: bool = False) -> BatchShape:
-    """Return ``find_largest_micro_batch`` as computed: on a CPU, rows are padded in half precision "
-    "(models/linear_losses.py)."""
+    """Return ``find_largest_micro_batch`` as computed: on a CPU, rows are padded in half precision
+    (models/linear_losses.py).
+    """
     batch = find_largest_micro_batch(workload, choice, later)
     padded = cluster.device == "cpu" and choice.width == 2
     return replace(batch, length=compute_padded_size(batch.length)) if padded else batch

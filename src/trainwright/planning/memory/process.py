@@ -58,9 +58,8 @@ def estimate_overhead(
     parts = estimate_libraries(workload, choice, cluster)
     if cluster.device != "cpu":
         return {**parts, SLACK: int(_CUDA_SLACK * temporary)}
-    products = (
-        _estimate_product_code(workload, choice, trace) if choice.width == 2 and "bf16" in cluster.card.rates else 0
-    )
+    has_product_code = choice.width == 2 and "bf16" in cluster.card.rates
+    products = _estimate_product_code(workload, choice, trace) if has_product_code else 0
     slack, copy_bytes = {SLACK: _estimate_unused(workload, model, walk, lasting, temporary)}, model.copied()
     other_parts = {"copies of the exchange": copy_bytes if copy_bytes <= _ARENA else 0, "code of products": products}
     return {**parts, **slack, **{name: size for name, size in other_parts.items() if size}}
@@ -72,9 +71,8 @@ def estimate_libraries(workload: Workload, choice: Choice, cluster: Cluster) -> 
     if cluster.device == "cpu":
         library = choice.spec.library
         optional = max(_PEFT * bool(workload.model.adapter), library.process_bytes if library else 0)
-        return {
-            "process and libraries": _PROCESS + _EXCHANGE * several + _SHARDED * choice.spec.gathers_blocks + optional
-        }
+        size = _PROCESS + _EXCHANGE * several + _SHARDED * choice.spec.gathers_blocks + optional
+        return {"process and libraries": size}
     between = choice.num_processes > cluster.devices_per_node
     nccl = _NCCL_IN_NODE * several + _NCCL_BETWEEN_NODES * between
     workspaces = _WORKSPACES if (cluster.card.capability or (0, 0)) >= (9, 0) else _WORKSPACES_BEFORE_HOPPER

@@ -235,11 +235,8 @@ def _build_levels(model: SizedModel, offloads: bool) -> tuple[_Levels, _Levels, 
     )
     evaluation = _accumulate_changes([_find_bytes_after(unit.evaluation) for unit in units])
     reference = _accumulate_changes([_find_bytes_after(model.units[index].evaluation) for index in model.reference])
-    work = [
-        0,
-        *(_find_peak(unit.forward) for unit in model.units),
-        *(_find_peak(unit.evaluation) for unit in model.units),
-    ]
+    passes = [*(unit.forward for unit in model.units), *(unit.evaluation for unit in model.units)]
+    work = [0, *map(_find_peak, passes)]
     live, backward = forward[-1], [0] * (2 * len(units))
     for unit in range(len(units) - 1, -1, -1):
         live += away.pop(unit, 0) + away.pop(unit - 1, 0)

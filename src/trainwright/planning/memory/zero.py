@@ -138,7 +138,7 @@ class Stage12Flow(Flow):
         self._buffer = self._bucket * self._width
         if self._stage == 2 and not name:  # a whole block, reduced as its gradients arrive
             self._filled = numel % self._bucket
-            self._reduced = max(self._reduced, FP32 * self._count_partition())
+            self._reduced = max(self._reduced, FP32 * (self._touched if self._width == FP32 else self._local))
             self._counted = True
             return self.allocated
         if self._stage == 2 or self._first:
@@ -164,9 +164,6 @@ class Stage12Flow(Flow):
         if self._width == FP32 and not self._first:  # added to those of earlier micro-batches
             self._reduced -= FP32 * self._touched if self._stage == 2 else 0
         return highest
-
-    def _count_partition(self) -> int:
-        return self._touched if self._width == FP32 else self._local
 
     def _add_to_bucket(self, numel: int) -> Allocated:
         """Move a gradient to the buffer, which is reduced first if it is full."""
