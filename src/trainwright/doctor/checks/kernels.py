@@ -181,11 +181,7 @@ def iterate_float8_products(scales: Sequence[str] = FLOAT8) -> Iterator[Compared
     for name in scales:
         run = functools.partial(multiply_float8, scales=name)
         yield ComparedKernel(
-            f"train.float8: {name}",
-            inputs,
-            run,
-            lambda x, w, run=run: run(x.bfloat16(), w.bfloat16()).float(),
-            "bf16"
+            f"train.float8: {name}", inputs, run, lambda x, w, run=run: run(x.bfloat16(), w.bfloat16()).float(), "bf16"
         )
 
 

@@ -64,7 +64,8 @@ class Simulated(TorchDispatchMode):
         name = func._schema.name
         on_device = any(tensor.device.type == "cuda" for tensor in inputs)
         if on_device:
-            check_kernel_arguments(name, args, self._capability)
+            if name == "torch_attn::_varlen_attn":
+                _check_flash(self._capability, *args[:5])
             self._note_wait(name, args, kwargs)
         if name == "aten::_local_scalar_dense":
             return read_scalar(args[0])
@@ -268,7 +269,8 @@ def follow_operation(
     schema = func._schema
     if not inputs and schema.name.rpartition("::")[2] not in _MADE:
         return
-    if not all(_is_small(result_tensor) for result_tensor in list_operands((out,), {})):
+    results = list_operands((out,), {})
+    if any(tensor.numel() > (_MOST_FLOATS if tensor.dtype.is_floating_point else _MOST) for tensor in results):
         return _forget_values(schema, args)
     if schema.name == "aten::cat":
         _complete(inputs)
@@ -286,7 +288,7 @@ def follow_operation(
         except (RuntimeError, NotImplementedError):  # no such kernel on the CPU
             return _forget_values(schema, args)
     shared = {entry.value.untyped_storage()._cdata: entry.valid for entry in entries if entry is not None}
-    for result_tensor, value in zip(list_operands((out,), {}), list_operands((result,), {}), strict=True):
+    for result_tensor, value in zip(results, list_operands((result,), {}), strict=True):
         if isinstance(result_tensor, FakeTensor):
             result_tensor._known_value = _Known(value, shared.get(value.untyped_storage()._cdata, [True]))  # type: ignore[attr-defined]
 
@@ -334,10 +336,6 @@ def _forget_values(schema: Any, args: tuple[Any, ...]) -> None:
             for tensor in list_operands((value,), {}):
                 if isinstance(tensor, FakeTensor) and (old := _find_known(tensor)) is not None:
                     old.valid[0] = False
-
-
-def _is_small(tensor: torch.Tensor) -> bool:
-    return tensor.numel() <= (_MOST_FLOATS if tensor.dtype.is_floating_point else _MOST)
 
 
 def read_scalar(tensor: torch.Tensor) -> Any:
@@ -434,18 +432,12 @@ def _run_attention(
         output: torch.Tensor = aten._scaled_dot_product_flash_attention(*inputs, dropout_p, is_causal, scale=scale)[0]
         return output[..., :head]
     alike = query.shape[1] == key.shape[1] and not enable_gqa
-    if (
-        query.device.type == "cuda"
-        and alike
-        and head % (8 if narrow else 4) == value.shape[-1] % (8 if narrow else 4) == 0
-    ):
+    alignment = 8 if narrow else 4
+    if alike and head % alignment == value.shape[-1] % alignment == 0:
         bias = None if attn_mask is None else _build_bias(attn_mask, query, key)
         keeps_sums = torch.is_grad_enabled() and query.requires_grad
-        options = (bias, keeps_sums, dropout_p, is_causal)
-        efficient: torch.Tensor = aten._scaled_dot_product_efficient_attention(
-            query, key, value, *options, scale=scale
-        )[0]
-        return efficient
+        attend: Callable[..., tuple[torch.Tensor, ...]] = aten._scaled_dot_product_efficient_attention
+        return attend(query, key, value, bias, keeps_sums, dropout_p, is_causal, scale=scale)[0]
     return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
@@ -462,12 +454,6 @@ def _build_bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> t
     length = mask.shape[-1]
     mask = _pad_last_dimension(mask, 16)[..., :length]
     return mask.expand(*query.shape[:3], key.shape[2])
-
-
-def check_kernel_arguments(name: str, args: tuple[Any, ...], capability: tuple[int, int]) -> None:
-    """Raise RuntimeError, in the kernel's words, for arguments that a GPU's kernel refuses."""
-    if name == "torch_attn::_varlen_attn":
-        _check_flash(capability, *args[:5])
 
 
 def compute_grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
@@ -490,24 +476,18 @@ def compute_grouped_product(func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _check_flash(capability: tuple[int, int], query: Any, key: Any, value: Any, *edges: Any) -> None:
-    """Raise what mha_varlen_fwd does (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp)."""
+    """Raise RuntimeError as mha_varlen_fwd does (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp)."""
     _require(capability >= (8, 0), "FlashAttention only supports Ampere GPUs or newer.")
-    _require(
-        query.dtype in (torch.bfloat16, torch.float16),
-        f"FlashAttention only support fp16 and bf16 data type, not {query.dtype}",
-    )
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    _require(is_half, f"FlashAttention only support fp16 and bf16 data type, not {query.dtype}")
     _require(query.dtype == key.dtype == value.dtype, "query, key and value must have the same dtype")
     head = query.shape[-1]
     _require(head % 8 == 0 and head <= 256, f"FlashAttention forward only supports head dimension 8 to 256, not {head}")
     _require(value.shape == key.shape and key.shape[-1] == head, "query, key and value must have the same head size")
-    _require(
-        all(tensor.stride(-1) == 1 for tensor in (query, key, value)),
-        "Input tensor must have contiguous last dimension",
-    )
-    _require(
-        all(tensor is None or (tensor.dtype == torch.int32 and tensor.device == query.device) for tensor in edges),
-        "cu_seqlens must be int32 tensors on the device of the query",
-    )
+    is_contiguous = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+    _require(is_contiguous, "Input tensor must have contiguous last dimension")
+    has_edges = all(t is None or (t.dtype == torch.int32 and t.device == query.device) for t in edges)
+    _require(has_edges, "cu_seqlens must be int32 tensors on the device of the query")
 
 
 def _require(holds: bool, message: str) -> None:

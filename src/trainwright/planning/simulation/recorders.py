@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -94,33 +95,19 @@ def find_source_location() -> str:
 
     ``models/causal_lm.py:148 _hidden (transformers/masking_utils.py:93 create_mask)``
     """
-    return _describe_location(_iterate_frames(sys._getframe(1)))
+    return _describe_location(traceback.walk_stack(sys._getframe(1)))
 
 
 def find_error_location(error: BaseException) -> str:
     """Return the line that raised an exception, as ``find_source_location``."""
-    frames = []
-    trace = error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        frames.append((code.co_filename, trace.tb_lineno, code.co_name))
-        trace = trace.tb_next
-    return _describe_location(reversed(frames))
+    return _describe_location(reversed([*traceback.walk_tb(error.__traceback__)]))
 
 
-_Line = tuple[str, int, str]  # file, line, function
-
-
-def _iterate_frames(frame: FrameType | None) -> Iterator[_Line]:
-    while frame is not None:
-        yield frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name
-        frame = frame.f_back
-
-
-def _describe_location(lines: Iterator[_Line]) -> str:
-    """Return the location of the innermost of ``lines``, innermost first."""
+def _describe_location(frames: Iterator[tuple[FrameType, int]]) -> str:
+    """Return the location of the innermost of ``frames``, each with its line, innermost first."""
     foreign_location = ""
-    for file, line, function in lines:
+    for frame, line in frames:
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
         if file.startswith(_PACKAGE):
             if not file.startswith(_SIMULATION):
                 location = f"{file[len(_PACKAGE) + 1 :]}:{line} {function}"

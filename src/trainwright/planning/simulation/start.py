@@ -227,9 +227,8 @@ def fill_rows(recipe: RecipeSchema, directory: Path, notes: list[str]) -> Recipe
         updates[key] = str(file)
     notes.append(f"data: {data.name} is not here; {_MADE_UP_ROWS} full rows of {data.max_length} tokens instead")
     recipe_values = {key: value for key, value in data.model_dump(exclude_unset=True).items() if key != "benchmark"}
-    return recipe.model_copy(
-        update={"data": type(data).model_validate({"train": data.train, **recipe_values, **updates})}
-    )
+    section = type(data).model_validate({"train": data.train, **recipe_values, **updates})
+    return recipe.model_copy(update={"data": section})
 
 
 def _is_here(source: str) -> bool:

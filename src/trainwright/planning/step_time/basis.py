@@ -105,11 +105,9 @@ def _choose_basis(machine: Machine, workload: Workload, doing: Callable[[str], N
         return Basis(calibration, runs=runs)
     shapes = collect_shapes(workload)
     quick = measure_if_needed(machine, shapes, doing)
-    measurement = (
-        None
-        if quick.calibration is None
-        else select_nearest_block(quick.calibration, shapes.limit_size(machine.device).block)
-    )
+    measurement = quick.calibration
+    if measurement is not None:
+        measurement = select_nearest_block(measurement, shapes.limit_size(machine.device).block)
     if calibrated:
         measurement = None if measurement is None or measurement.is_disturbed else measurement
         return Basis(calibration, measurement, quick.message, runs=runs)
@@ -223,9 +221,8 @@ def scale_to_measured_blocks(
             continue
         samples, typical = [nearest.curves[name].samples[-1] for name in names], in_step[precision]
         rates = setting_of(nearest.processes, nearest.threads)
-        expected_seconds = sum(
-            estimate_block_seconds(sample.sizes, name, rates) for sample, name in zip(samples, names, strict=True)
-        )
+        pairs = zip(samples, names, strict=True)
+        expected_seconds = sum(estimate_block_seconds(sample.sizes, name, rates) for sample, name in pairs)
         seconds = sum(sample.seconds for sample in samples)
         factor = min(_MOST, max(_LEAST, seconds / expected_seconds))
         in_step[precision] = replace(
@@ -243,9 +240,8 @@ def build_cpu_pricing(
 ) -> tuple[SizedModel, Pricing]:
     """Return the passes of a model on a CPU, and what predicts their time."""
     dtype: Dtype = "fp32" if precision == "fp32" else "bf16"
-    trace = size_model(
-        TraceRequest(model, Device("cpu", fused=True), dtype, choose_row_kind(batch)), batch, setting.threads or 1
-    )
+    request = TraceRequest(model, Device("cpu", fused=True), dtype, choose_row_kind(batch))
+    trace = size_model(request, batch, setting.threads or 1)
     vocabulary = trace.facts.vocabulary
     return trace, Pricing(setting, batch, MIXED[precision], on_gpu=False, vocabulary=vocabulary)
 
@@ -300,10 +296,8 @@ def build_measured_setting(
     if not rates.in_step:
         return replace(rates, curves=curves, launch=launch, exchange=exchange)
     in_step = {
-        precision: replace(
-            _IN_STEP, products=_find_product_factor(measured, precision), host=measured_in_step.host * launch / _LAUNCH
-        )
-        for precision, measured_in_step in rates.in_step.items()
+        name: replace(_IN_STEP, products=_find_product_factor(measured, name), host=typical.host * launch / _LAUNCH)
+        for name, typical in rates.in_step.items()
     }
     return replace(rates, curves=curves, launch=launch, in_step=in_step, exchange=exchange)
 
@@ -374,9 +368,8 @@ def _scale_nearest_curve(
         if alike == name and len(real.samples) >= len(real.coefficients) > 1:
             if (near.processes, near.threads) == (rates.processes, rates.threads):
                 return real
-            factor = _compute_typical_seconds(curve, real) / _compute_typical_seconds(
-                typical, real
-            )  # of another number of cores
+            # Of another number of cores.
+            factor = _compute_typical_seconds(curve, real) / _compute_typical_seconds(typical, real)
             return replace(real, coefficients=tuple(c * factor for c in real.coefficients))
         scaled_curve = _scale_curve(curve, _Factors.of(real, typical))
         exact = alike == name and curve.form == "table" and rates.processes == near.processes

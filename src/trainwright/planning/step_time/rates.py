@@ -124,10 +124,8 @@ class Rates:
         if group.nodes > 1 or curve is None:
             return self._estimate_by_links(kind, size, group)
         start, per_byte = curve.coefficients
-        (times, messages), (of_times, of_messages) = (
-            count_ring_steps(kind, group.ranks),
-            count_ring_steps(kind, setting.processes),
-        )
+        times, messages = count_ring_steps(kind, group.ranks)
+        of_times, of_messages = count_ring_steps(kind, setting.processes)
         alone = start * messages / of_messages + per_byte * size * times / of_times
         return setting.exchange.waited + setting.exchange.factor * alone
 
@@ -333,9 +331,8 @@ def _build_core_rates(cluster: Cluster, processes: int, threads: int | None) -> 
         rate, size = _CPU_SUSTAINED * peak, _BYTES[precision]
         per_byte = size / (_CORE_BYTES["copy"] * cores)
         for layout in ("forward", "input", "weight"):
-            curves[f"product/{precision}/{layout}"] = Curve(
-                "product", (), (_CORE_KERNEL, 0.0, 2 / rate, per_byte, per_byte, per_byte)
-            )
+            coefficients = _CORE_KERNEL, 0.0, 2 / rate, per_byte, per_byte, per_byte
+            curves[f"product/{precision}/{layout}"] = Curve("product", (), coefficients)
         fp32 = _CPU_SUSTAINED * cluster.card.rates.get("fp32", 1e10) * share
         _add_attention(curves, precision, [fp32 * part for part in _CPU_ATTENTION], _CPU_LENGTH_OF_HALF_RATE)
         for kind, rate_of_core in _CORE_BYTES.items():

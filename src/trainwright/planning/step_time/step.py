@@ -138,9 +138,9 @@ class _Step:
         recomputation = sum(backward, DeviceWork()) - sum(once, DeviceWork())
         update = self._update()
         total_work = (pass_work + recomputation + ends + reference) * passes_a_step
-        exchange = Exchange(
-            choice, self.rates, choice.width, self.per_node, self.speeds.overlap, self._count_block_matrices()
-        )
+        matrices = self._count_block_matrices()
+        exchange = Exchange(choice, self.rates, choice.width, self.per_node, self.speeds.overlap, matrices)
+        waiting_for_python = max(0.0, total_work.launches * self.speeds.launch - total_work.seconds)
         parts = {
             "matrix products": passes_a_step * pass_work.products,
             "attention": passes_a_step * pass_work.attention,
@@ -157,7 +157,7 @@ class _Step:
                 sum(work.seconds for work in backward),
                 len(blocks),
             ),
-            "launches": self._estimate_launches(total_work) if self.on_gpu else passes_a_step * pass_work.host,
+            "launches": waiting_for_python if self.on_gpu else passes_a_step * pass_work.host,
             "data": self._estimate_data(total_work),
         }
         peak, is_nominal = self._peak()
@@ -182,10 +182,6 @@ class _Step:
         devices = self.choice.num_processes if self.on_gpu else self.cluster.nodes
         rates = (self.rates.peak(devices, name) for name in names)
         return next((rate for rate in rates if rate is not None), None), False
-
-    def _estimate_launches(self, computed: DeviceWork) -> float:
-        """Return the seconds in which a GPU waits for Python."""
-        return max(0.0, computed.launches * self.speeds.launch - computed.seconds)
 
     def _work(self, part: PassTrace[int], *, backward: bool) -> DeviceWork:
         """Return the work of a pass over a block."""

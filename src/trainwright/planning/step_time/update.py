@@ -66,14 +66,8 @@ class Update:
         clip = self._traffic("elementwise", 2 * self.width_between_steps * self.owned)
         curve = self.pricing.speeds.curves["host_optimizer" if self._leaves_gpu else "optimizer"]
         update = self.relative * curve.seconds(self.owned)
-        return (
-            norm
-            + clip
-            + update
-            + self._estimate_casts()
-            + self._estimate_orthogonalization()
-            + self._estimate_preconditioning()
-        )
+        seconds = norm + clip + update + self._estimate_casts()
+        return seconds + self._estimate_orthogonalization() + self._estimate_preconditioning()
 
     def _estimate_orthogonalization(self) -> float:
         """Return the seconds of Muon's products, on the rank with the most of them in each round."""

@@ -107,18 +107,14 @@ class Pricing:
                 products += self._estimate_products(operation, backward)
                 unfused += operation.launches
             elif operation.kind == "attention":
-                attention += (
-                    self.attended
-                    * operation.flops
-                    * self._compute_seconds_per_operation(backward, operation.generation)
-                )
+                per_operation = self._compute_seconds_per_operation(backward, operation.generation)
+                attention += self.attended * operation.flops * per_operation
                 unfused += operation.launches
             elif operation.name == LOSS:
                 fusible += operation.launches  # counted as a whole, by the number of logits
             elif operation.launches:
-                seconds = operation.launches * self.traffic(
-                    operation.kind, round((operation.read + operation.written) / operation.launches)
-                )
+                size = round((operation.read + operation.written) / operation.launches)
+                seconds = operation.launches * self.traffic(operation.kind, size)
                 if operation.kind == "expansion" or operation.name == FUSED:
                     expansion += seconds
                     unfused += operation.launches
@@ -167,17 +163,13 @@ class Pricing:
     def _estimate_products(self, operation: Operation[int], backward: bool) -> float:
         """Return the seconds of all launches, of which the sizes may be those of the largest only."""
         largest = 2 * operation.m * operation.n * operation.k * operation.times * operation.launches
-        return (
-            operation.launches
-            * self._estimate_product(operation, backward)
-            * min(1.0, operation.flops / max(1, largest))
-        )
+        share = min(1.0, operation.flops / max(1, largest))
+        return operation.launches * self._estimate_product(operation, backward) * share
 
     def _estimate_product(self, operation: Operation[int], backward: bool) -> float:
         """Return the seconds of one launch."""
-        curve = self.curve(
-            "product", self._names.get(operation.width, self.precision), self._choose_layout(operation, backward)
-        )
+        precision = self._names.get(operation.width, self.precision)
+        curve = self.curve("product", precision, self._choose_layout(operation, backward))
         if operation.times == 1 or not operation.name:  # those of a batch, such as of heads, fill a device together
             return curve.seconds(operation.times * operation.m, operation.n, operation.k)
         # Many small products, such as of experts, are one kernel.
@@ -204,9 +196,8 @@ class Pricing:
         """Compute the seconds: 2 products of the pairs forward and 5 backward, 2 operations per pair and channel."""
         direction, products = ("backward", 5) if backward else ("forward", 2)
         curve_name = f"{direction}{'' if generation == 2 else generation}"
-        if not any(
-            name.endswith(f"/{curve_name}") for name in self.speeds.curves
-        ):  # measured with the kernel that runs
+        # Measured with the kernel that runs.
+        if not any(name.endswith(f"/{curve_name}") for name in self.speeds.curves):
             curve_name = direction
         curve = self.curve("attention", self.precision, curve_name)
         seconds = sum(count * length * curve.seconds(length) for length, count in self.batch.sequences)

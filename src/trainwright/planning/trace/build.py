@@ -319,7 +319,7 @@ def build_batch(sample: BatchSample, vocabulary: int) -> Batch:
         position_ids = torch.cat(positions)[None]
         boundaries = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     else:
-        position_ids = torch.stack([_pad_row(row, longest) for row in positions])
+        position_ids = nn.utils.rnn.pad_sequence(positions, batch_first=True)
         boundaries = None
     mask = None if packed else torch.stack([torch.arange(longest) < length for length in lengths])
     ids = torch.arange(position_ids.numel()).remainder(vocabulary).view(position_ids.shape)
@@ -340,10 +340,6 @@ def build_batch(sample: BatchSample, vocabulary: int) -> Batch:
         roles=(0,) * len(lengths),
         target_counts=_divide_evenly(sample.targets, len(lengths)),
     )
-
-
-def _pad_row(row: torch.Tensor, length: int) -> torch.Tensor:
-    return torch.cat([row, row.new_zeros(length - len(row))])
 
 
 def _divide_evenly(total: int, parts: int) -> tuple[int, ...]:

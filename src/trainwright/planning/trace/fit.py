@@ -178,15 +178,16 @@ def _convert_size(values: Values) -> Size:
 
 def _merge_operations(done: Sequence[Sequence[Done]], fitter: Fitter) -> list[Operation[Size]]:
     """Return equal operations merged. Those of a loop of the loss stand for all of its iterations."""
-    lines = [[item for item in line if _is_representative(item.scope)] for line in done]
+    lines = [[item for item in line if item.scope in _REPRESENTATIVE] for line in done]
     labels = [[item[:5] for item in line] for line in lines]
     values_by_key: dict[tuple[Any, ...], list[Values]] = {}
     if all(line == labels[0] for line in labels):
         for same in zip(*lines, strict=True):
             sizes = [fitter(numbers) for numbers in zip(*(item.sizes for item in same), strict=True)]
-            dimensions, totals = sizes[:4], _sum_loop(same[0].scope, sizes[4:])
-            launches = _sum_loop(same[0].scope, [_build_unit_vector("1")])[0]
-            key = (*same[0][:2], *same[0][3:5], *(tuple(size) for size in dimensions), same[0].scope)
+            scope, dimensions = same[0].scope, sizes[:4]
+            totals = [_sum_iterations(scope, size) for size in sizes[4:]]
+            launches = _sum_iterations(scope, np.eye(len(BASIS))[_INDEX["1"]])
+            key = (*same[0][:2], *same[0][3:5], *(tuple(size) for size in dimensions), scope)
             _add(values_by_key, key, dimensions, [launches, *totals])
     else:
         counts = [Counter(item[:5] for item in line) for line in lines]
@@ -212,17 +213,12 @@ def _add(
         found[key] = [*each, *totals]
 
 
-def _is_representative(scope: str) -> bool:
-    """Return whether an operation is in the first three iterations of chunks, and in a chunk's first block."""
-    return not scope or scope in ("chunk0", "chunk1", "chunk2", "chunk0block0")
-
-
-def _sum_loop(scope: str, sizes: Sequence[Values]) -> list[Values]:
-    """Return sums over the iterations of a loop, of sizes in one iteration."""
-    return [_sum_iterations(scope, size) for size in sizes]
+# Scopes outside of loops, of the first three iterations of chunks, and of a chunk's first block.
+_REPRESENTATIVE = ("", "chunk0", "chunk1", "chunk2", "chunk0block0")
 
 
 def _sum_iterations(scope: str, size: Values) -> Values:
+    """Return the sum over the iterations of a loop, of a size in one iteration."""
     if scope in ("", "chunk0", "chunk1"):
         return size
     result = size.copy()
@@ -236,12 +232,6 @@ def _sum_iterations(scope: str, size: Values) -> Values:
     result[_INDEX["targets"]] += size[block]
     result[constant] = result[block] = 0
     return result
-
-
-def _build_unit_vector(name: str) -> Values:
-    values = np.zeros(len(BASIS))
-    values[_INDEX[name]] = 1
-    return values
 
 
 def build_natural_terms(packed: bool) -> Values:

@@ -217,18 +217,9 @@ _OF_OURS: dict[Any, Callable[..., Any]] = {
 _PASSES = {"blocked_norm": 5, "blocked_rotary": 4}
 _REDUCTIONS = {"softmax", "log_softmax", "layer_norm", "group_norm", "rms_norm", "cumsum", "topk", "sort"}
 _COPIES = {
-    "copy_",
-    "clone",
-    "_to_copy",
-    "cat",
-    "stack",
-    "index_select",
-    "embedding",
-    "index",
-    "gather",
-    "slice_scatter",
+    *("copy_", "clone", "_to_copy", "cat", "stack", "index_select", "embedding", "index", "gather", "slice_scatter"),
+    *("constant_pad_nd", "select_scatter", "index_put", "index_put_", "repeat", "embedding_dense_backward"),
 }
-_COPIES |= {"constant_pad_nd", "select_scatter", "index_put", "index_put_", "repeat", "embedding_dense_backward"}
 
 
 def _describe_operation(
@@ -236,6 +227,7 @@ def _describe_operation(
 ) -> Done:
     packet = func.overloadpacket
     operator = packet.__name__
+    plain_operator = operator.lstrip("_").removesuffix("_backward").removesuffix("_backward_data")
     width: float = results[0].element_size()
     generation = 2
     read = sum(x.numel() * x.element_size() for x in inputs)
@@ -266,9 +258,7 @@ def _describe_operation(
         m, n, k, times = results[0].numel(), 1, flops // max(1, 2 * results[0].numel()), 1
     elif "dequantize" in operator:
         kind = "expansion"
-    elif (
-        operator.lstrip("_").removesuffix("_backward").removesuffix("_backward_data") in _COPIES or operator in _COPIES
-    ):
+    elif plain_operator in _COPIES or operator in _COPIES:
         kind = "copy"
         read = min(read, 2 * written)  # of a table, only what is written
     elif any(part in operator for part in _REDUCTIONS) or (inputs and 2 * results[0].numel() < inputs[0].numel()):
@@ -319,10 +309,7 @@ class Storages:
     """
 
     def __init__(
-        self,
-        released: Callable[[int, int], None],
-        existing: Iterable[torch.UntypedStorage] = (),
-        block: int = 1,
+        self, released: Callable[[int, int], None], existing: Iterable[torch.UntypedStorage] = (), block: int = 1
     ) -> None:
         self._released, self._block = released, block
         self._existing = list(existing)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile
@@ -98,8 +99,9 @@ def write_archive(file: Path, models: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def read_archive() -> dict[str, dict[str, Any]]:
-    """Return the traces in the archive as ``write_archive`` takes them, if they are of these versions of the "
-    "libraries."""
+    """Return the traces in the archive as ``write_archive`` takes them, if they are of these versions of the
+    libraries.
+    """
     return {name: dict(_read_archived_model(name)) for name in _list_archived() or () if name != _VERSIONS}
 
 
@@ -206,13 +208,7 @@ def from_json(values: Mapping[str, Any], generation: int = 2) -> ModelTrace[Size
 
 
 def _encode_runs(numbers: Iterable[int]) -> list[list[int]]:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][0] == number:
-            runs[-1][1] += 1
-        else:
-            runs.append([number, 1])
-    return runs
+    return [[number, len([*run])] for number, run in groupby(numbers)]
 
 
 def _decode_runs(runs: Iterable[list[int]]) -> Iterable[int]:

@@ -45,9 +45,8 @@ def size_model(request: TraceRequest, batch: BatchShape, threads: int = 1) -> Si
     )
     if isinstance(request.recompute, int) and request.recompute > 1:
         none, full = (dataclasses.replace(request, recompute=how) for how in ("none", "full"))
-        return evaluate_trace(
-            _build_recomputed(request.recompute, load_trace(none, regime), load_trace(full, regime)), batch, threads
-        )
+        traces = (load_trace(one, regime) for one in (none, full))
+        return evaluate_trace(_build_recomputed(request.recompute, *traces), batch, threads)
     return evaluate_trace(load_trace(request, regime), batch, threads)
 
 
@@ -188,9 +187,8 @@ def normalize_request(request: TraceRequest, regime: Regime) -> TraceRequest:
     """Return the request that is traced for all that have the same operations."""
     recompute = "none" if request.recompute == "compiled" else request.recompute
     longest = 2**62 if regime.windows else 0
-    request = dataclasses.replace(
-        request, hooked=request.hooked and (read_model_facts(request.model).tied or bool(request.model.adapter))
-    )
+    hooked = request.hooked and (read_model_facts(request.model).tied or bool(request.model.adapter))
+    request = dataclasses.replace(request, hooked=hooked)
     if request.rows == "equal" and any(
         kernel.memory == "scores" for kernel in _choose_kernels(request, request.device, longest)
     ):

@@ -119,9 +119,8 @@ def _measure_error(
             for direction in _DIRECTIONS:
                 moments = getattr(unit, direction).moments
                 peak, last = _find_most_and_last(segments.get((number, direction), Segment(number, direction)))
-                planned_bytes = max(
-                    (evaluate_polynomial(size, values) for moment in moments for size in moment.live), default=0.0
-                )
+                sizes = (evaluate_polynomial(size, values) for moment in moments for size in moment.live)
+                planned_bytes = max(sizes, default=0.0)
                 after = evaluate_polynomial(moments[-1].after, values) if moments else 0.0
                 high, error = max(high, peak), max(error, abs(planned_bytes - peak), abs(after - last))
         worst = max(worst, error / high)
@@ -191,9 +190,8 @@ def _choose_workspace(request: TraceRequest, part: int) -> Any:
         if name == "sum" and kwargs.get("dtype", args[0].dtype) != args[0].dtype:  # converts all that it sums
             return list_temporary_changes(args[0].numel() * kwargs["dtype"].itemsize)
         if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
-            return list_temporary_changes(
-                _compute_flash_workspace(args[1] if "backward" in name else args[0], "backward" in name)
-            )
+            query = args[1] if "backward" in name else args[0]
+            return list_temporary_changes(_compute_flash_workspace(query, "backward" in name))
         if name == "_scaled_mm_v2":  # of float8: each operand in fp32, then scaled; the product, then rounded
             (m, k), n = args[0].shape, args[1].shape[1]
             first, second, result = 4 * m * k, 4 * k * n, 6 * m * n
@@ -269,9 +267,8 @@ def _group_by_unit(segments: list[Segment], running: Sequence[int]) -> dict[_Key
         if segment.unit not in running:
             remaining_bytes[segment.direction] -= sum(map(_compute_change, segment.events))
             continue
-        merged_segment = merged_segments.setdefault(
-            (segment.unit, segment.direction), Segment(segment.unit, segment.direction)
-        )
+        key = segment.unit, segment.direction
+        merged_segment = merged_segments.setdefault(key, Segment(*key))
         merged_segment.events += segment.events
         merged_segment.done += segment.done
         merged_segment.remaining |= segment.remaining
@@ -477,21 +474,15 @@ def _build_from_units(
     embedding: Any = built.lm.model.get_input_embeddings().weight
     blocks = len(built.blocks)
     kinds = {EMBEDDING: "embedding", blocks: "head"}
-    keys = [
-        (kinds.get(unit, "block"), parameters)
-        for unit, parameters in sorted(group_parameters(built, [embedding]).items())
-    ]
+    parameters_by_unit = sorted(group_parameters(built, [embedding]).items())
+    keys = [(kinds.get(unit, "block"), parameters) for unit, parameters in parameters_by_unit]
     units = {key: unit_of(*key) for key in dict.fromkeys(keys)}
     numbers = {key: number for number, key in enumerate(units)}
     return ModelTrace(tuple(units.values()), tuple(numbers[key] for key in keys), facts)
 
 
 def _estimate_unit(
-    request: TraceRequest,
-    kind: str,
-    parameters: Sequence[TracedParameter],
-    share: float,
-    facts: ModelFacts,
+    request: TraceRequest, kind: str, parameters: Sequence[TracedParameter], share: float, facts: ModelFacts
 ) -> UnitTrace[Size]:
     """Return the bound of a unit: of a block all results of its matrices and all scores of its attention."""
     width, hidden, heads, vocabulary = request.width, facts.hidden, facts.heads, facts.vocabulary
@@ -507,14 +498,12 @@ def _estimate_unit(
     if kind == "head":
         work |= {"chunk": 2 * width * vocabulary, "block": 8 * vocabulary, "1": 4 * vocabulary * hidden}
     both = {name: kept_bytes.get(name, 0) + work.get(name, 0) for name in (*kept_bytes, *work)}
-    forward = PassTrace[Size](
-        (Moment("", (_build_size(both),), _build_size(kept_bytes)),), _list_products(matrices, kind, share, width, 1)
-    )
+    forward_products, backward_products = (_list_products(matrices, kind, share, width, times) for times in (1, 2))
+    forward = PassTrace[Size]((Moment("", (_build_size(both),), _build_size(kept_bytes)),), forward_products)
     moments = tuple(Moment[Size](p.name, (_build_size(work),), ()) for p in parameters if p.trainable)
     gone = {name: -size for name, size in kept_bytes.items()}
-    backward = PassTrace[Size](
-        (*moments, Moment("", (_build_size(work),), _build_size(gone))), _list_products(matrices, kind, share, width, 2)
-    )
+    last_moment = Moment("", (_build_size(work),), _build_size(gone))
+    backward = PassTrace[Size]((*moments, last_moment), backward_products)
     evaluation = PassTrace[Size]((Moment("", (_build_size(both),), ()),), forward.operations)
     return UnitTrace(tuple(parameters), forward, backward, evaluation)
 
@@ -523,32 +512,14 @@ def _list_products(
     matrices: Sequence[TracedParameter], kind: str, share: float, width: int, times: int
 ) -> tuple[Operation[Size], ...]:
     rows = "targets" if kind == "head" else "tokens"
-    operations = []
+    operations: list[Operation[Size]] = []
     for p in matrices:
         active = math.prod(p.shape) * (share if "experts" in p.name else 1.0)
         n, k = p.shape[-2:]
-        read = _build_size({"1": width * p.numel, rows: width * k})
-        constant, flops, written = (
-            _build_size({"1": 1}),
-            _build_size({rows: 2 * active * times}),
-            _build_size({rows: width * n}),
-        )
-        m, launches = _build_size({rows: 1}), _build_size({"1": times})
-        operations.append(
-            Operation[Size](
-                "product",
-                p.name,
-                launches,
-                m,
-                _build_size({"1": n}),
-                _build_size({"1": k}),
-                constant,
-                flops,
-                read,
-                written,
-                width,
-            )
-        )
+        launches, m, times_of_one = {"1": times}, {rows: 1}, {"1": 1}
+        flops, read, written = {rows: 2 * active * times}, {"1": width * p.numel, rows: width * k}, {rows: width * n}
+        terms: tuple[Mapping[str, float], ...] = (launches, m, {"1": n}, {"1": k}, times_of_one, flops, read, written)
+        operations.append(Operation._make(("product", p.name, *map(_build_size, terms), width, 2)))
     return tuple(operations)
 
 

@@ -53,7 +53,10 @@ def compute_result(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]
             _RESULTS[key] = results
         return out
     with in_kernel_invocation_manager(fake.fake_mode):
-        new = [FakeTensor(fake.fake_mode, _build_empty(size), fake.fake_device) for size in results]
+        new = [
+            FakeTensor(fake.fake_mode, torch.empty_strided(size, stride, dtype=dtype, device="meta"), fake.fake_device)
+            for size, stride, dtype in results
+        ]
     return new[0] if len(new) == 1 else tuple(new)
 
 
@@ -86,11 +89,6 @@ def _describe_new_tensors(out: Any, inputs: list[torch.Tensor]) -> list[Any] | N
     if any(type(x) is not FakeTensor or any(x.untyped_storage() is storage for storage in storages) for x in results):
         return None
     return [(x.shape, x.stride(), x.dtype) for x in results] if len({id(x) for x in results}) == len(results) else None
-
-
-def _build_empty(like: tuple[Any, ...]) -> torch.Tensor:
-    size, stride, dtype = like
-    return torch.empty_strided(size, stride, dtype=dtype, device="meta")
 
 
 def _wrap_fake(like: Any, out: Any) -> Any:
