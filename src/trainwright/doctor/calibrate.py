@@ -151,9 +151,8 @@ def choose_process_counts(machine: Machine) -> tuple[int, ...]:
     doublings = [2**power for power in range(machine.cpu_cores.bit_length())]
     between = doublings[1:-1] if doublings[-1] == machine.cpu_cores else doublings[1:]
     third = len(between) // 3
-    return tuple(
-        sorted({1, *(between if len(between) < 3 else (between[third], between[-1 - third])), machine.cpu_cores})
-    )
+    some = between if len(between) < 3 else (between[third], between[-1 - third])
+    return tuple(sorted({1, *some, machine.cpu_cores}))
 
 
 def format_current_time() -> str:
@@ -282,9 +281,8 @@ def _format_collectives(setting: ProcessRates) -> Iterator[str]:
     for kind in _COLLECTIVES:
         curve = setting.curves[f"collective/{kind}"]
         alpha, beta = curve.coefficients
-        yield _format_row(
-            kind, (f"{alpha * 1e6:.0f}", f"{1 / beta / 1e9:.2f}" if beta else "-", ""), _format_errors(curve)
-        )
+        cells = (f"{alpha * 1e6:.0f}", f"{1 / beta / 1e9:.2f}" if beta else "-", "")
+        yield _format_row(kind, cells, _format_errors(curve))
     yield f"  {'share that overlaps with computation':<46}{setting.overlap:>10.0%}"
 
 

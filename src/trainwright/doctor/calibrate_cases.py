@@ -90,9 +90,10 @@ class CalibrationCase:
 
 def build_operation_cases(device: torch.device) -> dict[str, list[CalibrationCase]]:
     """Return the operations of a calibration by part, in every precision."""
+    processor = look_up_processor(device.type)
 
     def over(name: str) -> Iterator[tuple[Any, bool]]:
-        fit_sizes, held_out = _SIZES[look_up_processor(device.type)][name]
+        fit_sizes, held_out = _SIZES[processor][name]
         return itertools.chain(((size, False) for size in fit_sizes), ((size, True) for size in held_out))
 
     precisions = ("fp32", "bf16")
@@ -106,9 +107,7 @@ def build_operation_cases(device: torch.device) -> dict[str, list[CalibrationCas
     if device.type != "cpu":
         fit_sizes, held_out = _SIZES["cpu"]["optimizer"]
         for elements in (*fit_sizes, *held_out):
-            other_cases.append(
-                build_optimizer_case(elements, torch.device("cpu"), elements in held_out, "host_optimizer")
-            )
+            other_cases.append(build_optimizer_case(elements, _CPU, elements in held_out, "host_optimizer"))
         for count, out in over("host"):
             for direction in ("to", "from"):
                 build = partial(prepare_host_copy, direction, count, device)
@@ -117,7 +116,7 @@ def build_operation_cases(device: torch.device) -> dict[str, list[CalibrationCas
         "products": [
             case
             for shape, out in over("product")
-            for precision in PRECISIONS[look_up_processor(device.type)]
+            for precision in PRECISIONS[processor]
             for case in build_product_cases(shape, precision, device, out)
         ],
         "traffic": [
@@ -130,9 +129,7 @@ def build_operation_cases(device: torch.device) -> dict[str, list[CalibrationCas
             case
             for length, out in over("attention")
             for precision in precisions
-            for case in build_attention_cases(
-                precision, length, device, _ATTENTION_SHAPE[look_up_processor(device.type)], out
-            )
+            for case in build_attention_cases(precision, length, device, _ATTENTION_SHAPE[processor], out)
         ],
         "others": other_cases,
     }
@@ -366,9 +363,8 @@ def _prepare_kernel(kernel: Kernel, lengths: tuple[int, ...], *, backward: bool)
     if kind == "attention":  # with as many heads as its FLOPs need
         pairs = sum(length * (length + 1) // 2 for length in lengths)
         heads = round(kernel.flops / kernel.launches / (2 * (5 if backward else 2) * pairs * _CHANNELS))
-        return prepare_attention(
-            precision, "backward" if backward else "forward", lengths, (max(1, heads), _CHANNELS), _CPU
-        )
+        direction = "backward" if backward else "forward"
+        return prepare_attention(precision, direction, lengths, (max(1, heads), _CHANNELS), _CPU)
     width = DTYPES[precision].itemsize
     read, written = (max(1, round(size / kernel.launches / width)) for size in (kernel.read, kernel.written))
     first = draw_random_tensor((written,), precision, _CPU)

@@ -218,7 +218,6 @@ def _build_model(model: SmallModel, dtype: torch.dtype) -> tuple[CausalLM, Batch
     from trainwright.models.load import build_fresh_model
 
     lengths = vary_lengths(model.sequences, model.length)
-    module = CausalLM(
-        build_fresh_model(AutoConfig.for_model("llama", **model.config), seed=0, dtype=dtype), packed=True
-    ).train()
+    llama = build_fresh_model(AutoConfig.for_model("llama", **model.config), seed=0, dtype=dtype)
+    module = CausalLM(llama, packed=True).train()
     return module, pack([[token % _VOCABULARY for token in range(length)] for length in lengths])()

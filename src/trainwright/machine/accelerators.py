@@ -236,10 +236,9 @@ def _explain_other_vendors(build: Build, unlisted: str | None, root: Path) -> It
             yield f"torch {build.version} does not list the {gpus} ({unlisted or 'it finds none'}): {_ACCESS[vendor]}"
         else:
             yield _describe_other_build(count, gpus, build, software)
+    accelerators = [vendor for _, vendor, kind in _list_pci_devices(root) if kind.startswith(_ACCELERATOR)]
     for number, name in _OTHERS.items():
-        if count := sum(
-            vendor == number and kind.startswith(_ACCELERATOR) for _, vendor, kind in _list_pci_devices(root)
-        ):
+        if count := accelerators.count(number):
             devices.append(f"{count} {name}")
     if neuron := _count_entries(root / "dev", r"neuron\d+"):
         devices.append(f"{neuron} AWS Neuron device{'s' * (neuron > 1)}")

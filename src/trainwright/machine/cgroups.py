@@ -87,9 +87,8 @@ def _iterate_memory_limits(root: Path) -> Iterator[tuple[int, int]]:
             continue
         usage = read_text(group / ("memory.current" if version == 2 else "memory.usage_in_bytes")).strip()
         prefix = "" if version == 2 else "total_"
-        statistics = dict(
-            pair for line in read_text(group / "memory.stat").splitlines() if len(pair := line.split()) == 2
-        )
+        pairs = map(str.split, read_text(group / "memory.stat").splitlines())
+        statistics = dict(pair for pair in pairs if len(pair) == 2)
         files = sum(int(statistics.get(f"{prefix}{name}_file", 0)) for name in ("inactive", "active"))
         yield int(limit), max(0, int(usage) - files) if usage.isdigit() else 0
 

@@ -194,10 +194,8 @@ def _read_heat(root: Path) -> Iterator[tuple[str, tuple[int, float]]]:
     for core in list_core_directories(root):
         for unit in ("core", "package"):
             file = f"{core}/thermal_throttle/{unit}_throttle"
-            count, milliseconds = (
-                read_text(Path(f"{file}_count")).strip(),
-                read_text(Path(f"{file}_total_time_ms")).strip(),
-            )
+            count = read_text(Path(f"{file}_count")).strip()
+            milliseconds = read_text(Path(f"{file}_total_time_ms")).strip()
             if not count.isdigit():
                 return  # it is counted for all or for none
             yield f"{core.name} {unit}", (int(count), int(milliseconds) / 1e3 if milliseconds.isdigit() else 0.0)
@@ -210,9 +208,8 @@ def read_clocks(root: Path = Path("/")) -> Iterator[tuple[str, float]]:
         text = read_text(core / "cpufreq" / name).strip()
         return int(text) if text.isdigit() else 0
 
-    now, core = max(
-        ((number(core, "scaling_cur_freq"), core) for core in list_core_directories(root)), default=(0, root)
-    )
+    clocks = ((number(core, "scaling_cur_freq"), core) for core in list_core_directories(root))
+    now, core = max(clocks, default=(0, root))
     usual = number(core, "base_frequency") or _BASE_CLOCK * number(core, "cpuinfo_max_freq")
     if now and usual:
         yield "clock", now / 1000

@@ -56,9 +56,7 @@ def find_causes(
         causes.append(Slowdown("threads", 1 - usage["threads"] / planned_threads, f"{fewer}: {why}"))
     if not sleeps and "asleep" in usage:
         # What the hypervisor takes from a running process looks like sleep.
-        explained_share = usage.get("stolen", 0.0) + sum(
-            cause.share for cause in causes if cause.kind in ("disk", "memory")
-        )
+        explained_share = usage.get("stolen", 0.0) + sum(c.share for c in causes if c.kind in ("disk", "memory"))
         if (still := usage["asleep"] - elsewhere - explained_share) >= ASLEEP:
             words = f"the process did not run for {still:.0%} of the time: it was stopped, or waited for a device"
             causes.append(Slowdown("stopped", still, words))

@@ -63,12 +63,8 @@ class UsageSampler:
             values["clock"] = round(clock)
         if (heat := _read_temperature(self._root)) is not None:
             values["temperature"] = heat
-        # A run on the CPU hides the GPUs from itself.
-        if (
-            self._gpu is not None
-            and os.environ.get("CUDA_VISIBLE_DEVICES") != ""
-            and (gpu := read_gpu_by_address(self._gpu))
-        ):
+        is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # by a run on the CPU from itself
+        if self._gpu is not None and not is_hidden and (gpu := read_gpu_by_address(self._gpu)):
             values["gpu"] = gpu
         return values
 

@@ -93,9 +93,8 @@ class MachineUse:
         """Yield the lines of the GPUs, see `text.format_table`."""
         if self.gpus:
             head = ["GPU", "USE", "MEMORY", "POWER", "TEMP", "NAME"]
-            yield from text.format_table(
-                [head, *(_format_columns(*indexed_gpu) for indexed_gpu in enumerate(self.gpus))], width
-            )
+            rows = (_format_columns(index, gpu) for index, gpu in enumerate(self.gpus))
+            yield from text.format_table([head, *rows], width)
         else:
             machine = detect()
             of_cpu = f": {machine.describe()}" if machine.is_here and not machine.gpus else ""

@@ -105,9 +105,8 @@ def list_worlds(workload: Workload, cluster: Cluster, constraints: Constraints) 
     rows = max(1, math.ceil(workload.global_batch_rows))
     usual = _list_usual_worlds(rows, cluster)
     limit = cluster.devices if cluster.has_gpus else cluster.cpu_cores
-    largest = next(
-        (n for n in range(min(limit, usual[0]), 0, -1) if not constraints.why_not(n, constraints.given_up)), None
-    )
+    possible = (n for n in range(min(limit, usual[0]), 0, -1) if not constraints.why_not(n, constraints.given_up))
+    largest = next(possible, None)
     node = cluster.devices_per_node
     idle = {n for n in (node, cluster.devices) if n > usual[0]} if cluster.has_gpus else set()
     counts = [*sorted({*usual, *([] if largest is None else [largest])}, reverse=True), *sorted(idle)]
@@ -139,12 +138,8 @@ def iterate_layouts(
         and (processes <= rows or look_up_strategy(layout.strategy).shards)
         and all(constraints.allows(key, getattr(layout, key)) for key in LAYOUT_KEYS)
     ]
-    if (
-        not candidates
-        and strategy is not None
-        and processes <= rows
-        and constraints.fixed.get("replicate_size", 1) == 1
-    ):  # requested explicitly
+    is_unreplicated = constraints.fixed.get("replicate_size", 1) == 1
+    if not candidates and strategy is not None and processes <= rows and is_unreplicated:  # requested explicitly
         candidates.append(
             ParallelLayout(strategy, **{key: constraints.fixed[key] for key in LAYOUT_KEYS if key in constraints.fixed})
         )

@@ -290,11 +290,8 @@ def _iterate_series(evaluator: Evaluator, constraints: Constraints) -> Iterator[
             free = _drop(constraints, *dropped_names)
             yield frozenset([kind, *dropped_names]), iter([(changes, changed_evaluator, free)])
     for kind, change, changed_evaluator in adaptations:
-        for another, more in (
-            (_LENGTH, _iterate_shorter(changed_evaluator, constraints)),
-            (_DEVICES, _iterate_more_devices(changed_evaluator, constraints)),
-        ):
-            yield frozenset([kind, another]), _combine_changes(change, more)
+        for another, iterate_more in ((_LENGTH, _iterate_shorter), (_DEVICES, _iterate_more_devices)):
+            yield frozenset([kind, another]), _combine_changes(change, iterate_more(changed_evaluator, constraints))
     if written_names := _list_written(constraints):
         yield frozenset([*written_names, _LENGTH]), _iterate_shorter_and_free(evaluator, constraints)
 

@@ -314,9 +314,8 @@ def _choose_best(evaluator: Evaluator, one: _Tried, fastest: float) -> Candidate
         return one.least
     baseline = fastest if one.runs and _is_as_fast(one, fastest) else one.fastest
     limit = baseline * (1 + AS_FAST[look_up_processor(evaluator.cluster.device)])
-    simplest_choice = min(
-        (choice for choice in one.fitting if evaluator.seconds(choice) <= limit), key=_compute_simplicity
-    )
+    fast_choices = (choice for choice in one.fitting if evaluator.seconds(choice) <= limit)
+    simplest_choice = min(fast_choices, key=_compute_simplicity)
     return evaluator.time_candidate(evaluator.fit(simplest_choice))
 
 

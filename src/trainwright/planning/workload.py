@@ -122,10 +122,8 @@ class Workload:
         lengths = self.batch_documents
         if not lengths:
             return None
-        return min(
-            self.longest,
-            lengths[min(len(lengths) - 1, int(position * len(lengths) / max(1.0, self.global_batch_rows)))],
-        )
+        index = int(position * len(lengths) / max(1.0, self.global_batch_rows))
+        return min(self.longest, lengths[min(len(lengths) - 1, index)])
 
     def targets(self, tokens: int, sequences: int, *, most: bool = False) -> int:
         """Return how many of ``tokens`` tokens in ``sequences`` sequences are targets; ``most``: at most.

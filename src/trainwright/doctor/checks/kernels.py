@@ -32,14 +32,9 @@ _TOKENS, _HIDDEN, _VOCABULARY = 128, 256, 1000
 
 def check(context: CheckContext) -> CheckResult:
     """Run every kernel in a separate process, on the device that training uses."""
-    work = functools.partial(
-        _compare_all,
-        context.machine.device,
-        list_precisions(context.machine),
-        has_fused(context.machine),
-        list_float8_scales(context.machine),
-    )
-    values = read_answer(work, "kernels", context)
+    machine = context.machine
+    tested = machine.device, list_precisions(machine), has_fused(machine), list_float8_scales(machine)
+    values = read_answer(functools.partial(_compare_all, *tested), "kernels", context)
     findings = [finding for row in values["rows"] if (finding := _judge_kernel(row, values["device"])) is not None]
     worst = dict.fromkeys(TOLERANCES, 0.0)
     for row in values["rows"]:
@@ -47,9 +42,8 @@ def check(context: CheckContext) -> CheckResult:
             worst[row["precision"]] = max(worst[row["precision"]], row["difference"])
     tested_precisions = [name for name in worst if any(row["precision"] == name for row in values["rows"])]
     text = ", ".join(f"{name} {worst[name]:.1e} (tolerance {TOLERANCES[name]:.0e})" for name in tested_precisions)
-    return CheckResult(
-        (f"{len(values['rows'])} kernels on {values['device']}, largest difference: {text}",), tuple(findings)
-    )
+    fact = f"{len(values['rows'])} kernels on {values['device']}, largest difference: {text}"
+    return CheckResult((fact,), tuple(findings))
 
 
 def list_precisions(machine: Machine) -> tuple[str, ...]:
@@ -200,9 +194,8 @@ def _compare_all(device_type: str, names: tuple[str, ...], fused: bool, float8: 
             except RuntimeError as raised:
                 error = " ".join(str(raised).split())[:300]
             rows.append({"name": kernel.name, "precision": name, "error": error, "difference": difference})
-    rows.append(
-        {"name": "AdamW", "precision": "fp32", "error": None, "difference": _measure_optimizer_difference(device)}
-    )
+    optimizer_difference = _measure_optimizer_difference(device)
+    rows.append({"name": "AdamW", "precision": "fp32", "error": None, "difference": optimizer_difference})
     device_name = "the CPU" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
     answer.write_text(json.dumps({"device": device_name, "rows": rows}), encoding="utf-8")
 

@@ -34,12 +34,8 @@ def check(context: CheckContext) -> CheckResult:
     """Compare the limits with the needs of training."""
     processes = max(_PROCESSES, len(context.machine.gpus))
     facts = [f"open files {_format_limit(resource.RLIMIT_NOFILE)}, processes {_format_limit(resource.RLIMIT_NPROC)}"]
-    findings = [
-        *_check_files(processes),
-        *_check_threads(processes),
-        *_check_other_limits(),
-        *_check_locked_memory(facts),
-    ]
+    findings = [*_check_files(processes), *_check_threads(processes), *_check_other_limits()]
+    findings += _check_locked_memory(facts)
     return CheckResult(tuple(facts), tuple(findings))
 
 

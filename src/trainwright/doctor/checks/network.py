@@ -60,9 +60,8 @@ def check(context: CheckContext) -> CheckResult:
         *_check_machine_name(),
         *_check_adapters(),
     )
-    return CheckResult(
-        tuple(interface.describe() for interface in shown_interfaces) or ("no interface but loopback",), findings
-    )
+    facts = tuple(interface.describe() for interface in shown_interfaces)
+    return CheckResult(facts or ("no interface but loopback",), findings)
 
 
 def _list_interfaces() -> dict[str, Interface]:

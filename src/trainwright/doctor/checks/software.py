@@ -232,9 +232,8 @@ def check_compilers(context: CheckContext) -> CheckResult:
     findings: list[Finding] = []
     compiler = context.variables.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        findings.append(
-            _build_warning("there is no C++ compiler", "apt-get install g++ (or conda install cxx-compiler)")
-        )
+        fix = "apt-get install g++ (or conda install cxx-compiler)"
+        findings.append(_build_warning("there is no C++ compiler", fix))
     else:
         problem = _check_compiler(compiler, context.work)
         facts.append(f"{compiler} {_read_version([compiler, '--version'])}".rstrip())

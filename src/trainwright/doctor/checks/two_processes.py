@@ -214,9 +214,8 @@ def _time_links(device: str, answer: Path) -> int:
     from trainwright.parallel.world import join, leave
 
     world = join(device)
-    tensor = torch.full(
-        (_BYTES[look_up_processor(world.device.type)] // 4,), float(world.rank + 1), device=world.device
-    )
+    count = _BYTES[look_up_processor(world.device.type)] // 4
+    tensor = torch.full((count,), float(world.rank + 1), device=world.device)
     clock = Stopwatch()
 
     def add() -> None:

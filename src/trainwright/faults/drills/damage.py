@@ -35,12 +35,8 @@ _BUSY_SECONDS = 5.0
 def explain_refused_mounts() -> str | None:
     """Return why this process cannot mount file systems of its own; None if it can."""
     try:
-        attempt = subprocess.run(
-            ["unshare", "--mount", "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/mnt"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = ["unshare", "--mount", "mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", "/mnt"]
+        attempt = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
         return f"unshare: {error}"
     return None if attempt.returncode == 0 else f"no mounts of one's own: {attempt.stderr.strip()}"
@@ -111,18 +107,17 @@ def damage_checkpoint(scene: Scene) -> None:
     file, _, damage = scene.variant.partition(" ")
     if file.startswith("rank-"):
         file = f"rank-{scene.draw.randrange(_count_ranks(scene)):05d}.safetensors"
-    for step in steps[-count:]:
+    bad_steps = steps[-count:]
+    for step in bad_steps:
         damage_file(scene.run / "checkpoints" / f"step-{step:08d}" / file, damage, scene.draw)
     scene.injected = time.time()
     result = scene.go_on()
     scene.expect(result, (FINISHED,))
     events = invariants.read_lines(scene.run)
     resume_step = [event.get("resumed_from") for event in events if event["event"] == "start"][-1]
-    require(
-        resume_step == steps[-count - 1], f"resumed from {resume_step}; checkpoints of {steps[-count:]} were damaged"
-    )
+    require(resume_step == steps[-count - 1], f"resumed from {resume_step}; checkpoints of {bad_steps} were damaged")
     report = " ".join(str(event.get("detail")) for event in events if event["event"] == "fault") + result.text
-    for step in steps[-count:]:
+    for step in bad_steps:
         require(f"step-{step:08d}/{file}" in report, f"nothing said of step-{step:08d}/{file}: {report}")
     invariants.check_complete_and_same(scene.run, scene.reference(), exact=True)
 

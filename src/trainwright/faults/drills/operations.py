@@ -140,10 +140,8 @@ def run_trials(
                 }
             if going and time.monotonic() - reported_at >= 1:
                 reported_at = time.monotonic()
-                waiting(
-                    [running_trial for running_trial, *_ in going.values()],
-                    reported_at - min(began for *_, began in going.values()),
-                )
+                trials_now, _, starts = zip(*going.values(), strict=True)
+                waiting(trials_now, reported_at - min(starts))
             time.sleep(0.05)
     finally:
         for process in going:

@@ -99,9 +99,8 @@ def remember_run(machine: Machine, run: OwnRun) -> None:
     if not (math.isfinite(run.seconds) and _LEAST_FACTOR <= run.seconds <= _MOST_FACTOR):
         return
     runs = (*read_own_runs(machine).runs, run)[-_MOST:]
-    try_write(
-        _locate_runs(machine), json.dumps({"form": _FORM, "runs": [asdict(saved_run) for saved_run in runs]}) + "\n"
-    )
+    content = {"form": _FORM, "runs": [asdict(saved_run) for saved_run in runs]}
+    try_write(_locate_runs(machine), json.dumps(content) + "\n")
 
 
 def parse_run(record: Mapping[str, Any], seconds: float, memory: float | None) -> OwnRun | None:

@@ -94,11 +94,8 @@ def measure_if_needed(
         return QuickMeasurement()
     bounded_shapes, file = shapes.limit_size(machine.device), locate_measurement(machine)
     calibration = load_calibration(file)
-    if (
-        calibration is not None
-        and covers_shapes(calibration, bounded_shapes)
-        and not (calibration.is_disturbed and _is_old(file))
-    ):
+    covers = calibration is not None and covers_shapes(calibration, bounded_shapes)
+    if calibration is not None and covers and not (calibration.is_disturbed and _is_old(file)):
         return QuickMeasurement(calibration)
     before = _measured_here.get(file)
     if before is not None and (before.calibration is None or covers_shapes(before.calibration, bounded_shapes)):
@@ -113,9 +110,8 @@ def _measure_now(machine: Machine, shapes: Shapes, file: Path, previous: Calibra
     try:
         calibration = _measure(machine, shapes, previous)
     except _Failed as failed:
-        return QuickMeasurement(
-            None, None, f"this machine could not be measured ({failed}), so times are from datasheets"
-        )
+        trouble = f"this machine could not be measured ({failed}), so times are from datasheets"
+        return QuickMeasurement(trouble=trouble)
     if why := next(check_calibration(calibration), None):
         return QuickMeasurement(None, None, f"the measurements are contradictory ({why}), so times are from datasheets")
     if previous is not None and covers_shapes(previous, shapes) and previous.disturbance < calibration.disturbance:

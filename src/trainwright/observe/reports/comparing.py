@@ -56,9 +56,8 @@ class RunsCompared:
             yield ""
         if self.recipes:
             names = [run.name for run in self.runs]
-            yield from text.format_table(
-                [["Key", *names], *([key, *values] for key, values in self.recipes.items())], width
-            )
+            rows = ([key, *values] for key, values in self.recipes.items())
+            yield from text.format_table([["Key", *names], *rows], width)
         else:
             yield "the recipes are the same"
 

@@ -333,9 +333,8 @@ def _reduce_curve(name: str, curve: PlottedCurve, limit: int) -> PlottedCurve:
         for weight in SMOOTHING:
             averages = compute_moving_average(means, weight)
             smoothed_curves[weight] = [averages[index // size] for index in indices]
-    return PlottedCurve(
-        curve.title, curve.unit, [curve.points[index] for index in indices], sorted(curve.breaks), smoothed_curves
-    )
+    points = [curve.points[index] for index in indices]
+    return PlottedCurve(curve.title, curve.unit, points, sorted(curve.breaks), smoothed_curves)
 
 
 def compute_moving_average(values: Sequence[float], weight: float) -> list[float]:

@@ -285,9 +285,8 @@ def _format_samples(run: RunFigures) -> Iterator[str]:
     for prompt, events in run.samples.items():
         last_events = events[-_SAMPLES:]
         more = f" (the last {_SAMPLES} of {len(events)})" if len(events) > _SAMPLES else ""
-        body = format_table(
-            ["Step", "Answer"], [(event["step"], event.get("text") or "(no text)") for event in last_events], text=[1]
-        )
+        rows = [(event["step"], event.get("text") or "(no text)") for event in last_events]
+        body = format_table(["Step", "Answer"], rows, text=[1])
         yield f'<details open><summary dir="auto">{to_html(prompt)}{more}</summary>{body}</details>'
 
 
@@ -456,9 +455,8 @@ def format_time_use(run: RunFigures, ledger: Sequence[RankLedger], page: Page) -
     yield f"<p>{share:.1%} of the time of all ranks was used for {', '.join(TRAINING[:-1])} and {TRAINING[-1]}.</p>"
     categories = [name for name in CATEGORIES if any(name in rank.seconds for rank in ledger)]
     heads = [f"Rank {rank.rank}" for rank in ledger] if len(ledger) <= SHOWN_RANKS else ["Mean", "Least", "Most"]
-    yield format_table(
-        ["Seconds", *heads], [_format_category(name, ledger) for name in categories], numbers=range(1, len(heads) + 1)
-    )
+    rows = [_format_category(name, ledger) for name in categories]
+    yield format_table(["Seconds", *heads], rows, numbers=range(1, len(heads) + 1))
     shares = [
         {"rank": rank.rank, "part": name, "share": rank.seconds.get(name, 0.0) / max(rank.wall, 1e-9)}
         for rank in ledger
@@ -565,9 +563,8 @@ def sum_seconds_by_kind(run: RunFigures) -> dict[str, float]:
         return {}
     by_kind = dict.fromkeys(("steps", "repeated", "evaluation", "checkpoints", "paused", "other"), 0.0)
     by_kind["steps"] = _sum_field(run.steps, "step_time")
-    by_kind["repeated"] = (
-        _sum_field([event for event in events if event["event"] == "step"], "step_time") - by_kind["steps"]
-    )
+    all_steps = [event for event in events if event["event"] == "step"]
+    by_kind["repeated"] = _sum_field(all_steps, "step_time") - by_kind["steps"]
     for event in events:
         if event["event"] in _SECONDS_OF_EVENTS:
             kind, field = _SECONDS_OF_EVENTS[event["event"]]

@@ -192,9 +192,8 @@ def serve(root: Path, host: str = LOCAL, port: int = 0) -> None:
         say(f"runs: http://{address}:{listener.getsockname()[1]}/?token={token}", file=sys.stderr, wrap=False)
         if host != LOCAL:
             say("note: who has this address sees these runs and can stop them; it is not encrypted", file=sys.stderr)
-        config = uvicorn.Config(
-            build_application(Board(root), token), log_level="error", access_log=False, timeout_graceful_shutdown=1
-        )
+        application = build_application(Board(root), token)
+        config = uvicorn.Config(application, log_level="error", access_log=False, timeout_graceful_shutdown=1)
         uvicorn.Server(config).run([listener])
 
 

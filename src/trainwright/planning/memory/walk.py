@@ -230,9 +230,8 @@ def _build_levels(model: SizedModel, offloads: bool) -> tuple[_Levels, _Levels, 
     """
     units, blocks = model.list_units(), range(1, len(model.order) - 1) if offloads else ()
     away = {number: sum(units[number].forward.saved) for number in blocks}
-    forward = _accumulate_changes(
-        [_find_bytes_after(unit.forward) - away.get(number, 0) for number, unit in enumerate(units)]
-    )
+    changes = [_find_bytes_after(unit.forward) - away.get(number, 0) for number, unit in enumerate(units)]
+    forward = _accumulate_changes(changes)
     evaluation = _accumulate_changes([_find_bytes_after(unit.evaluation) for unit in units])
     reference = _accumulate_changes([_find_bytes_after(model.units[index].evaluation) for index in model.reference])
     passes = [*(unit.forward for unit in model.units), *(unit.evaluation for unit in model.units)]

@@ -76,10 +76,9 @@ class Simulated(TorchDispatchMode):
         if out is not None:
             return self._noted(out)
         out = self._noted(func(*args, **kwargs))
+        pins = kwargs.get("pin_memory") or (on_device and kwargs.get("non_blocking"))
         for tensor in list_tensors(out):
-            if tensor.device.type != "cuda" and (
-                kwargs.get("pin_memory") or (on_device and kwargs.get("non_blocking"))
-            ):
+            if pins and tensor.device.type != "cuda":
                 tensor.untyped_storage().pinned = True  # type: ignore[attr-defined]
         follow_operation(func, args, kwargs, out, inputs)
         if not on_device and name == "aten::_to_copy" and _is_cuda(kwargs.get("device")):

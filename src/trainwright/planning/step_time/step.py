@@ -141,6 +141,8 @@ class _Step:
         matrices = self._count_block_matrices()
         exchange = Exchange(choice, self.rates, choice.width, self.per_node, self.speeds.overlap, matrices)
         waiting_for_python = max(0.0, total_work.launches * self.speeds.launch - total_work.seconds)
+        saved_bytes = sum(size for unit in blocks for size in unit.forward.saved)
+        forward_seconds, backward_seconds = (sum(work.seconds for work in works) for works in (forward, backward))
         parts = {
             "matrix products": passes_a_step * pass_work.products,
             "attention": passes_a_step * pass_work.attention,
@@ -151,12 +153,7 @@ class _Step:
             "optimizer": update.optimizer(),
             "communication": exchange.estimate_exposed(self._units([embedding[0], *forward], [embedding[1], *backward]))
             + exchange.estimate_updates(update.orthogonalized, look_up_exchanged_width(self.on_gpu)),
-            "offload": update.offload(
-                sum(size for unit in blocks for size in unit.forward.saved),
-                sum(work.seconds for work in forward),
-                sum(work.seconds for work in backward),
-                len(blocks),
-            ),
+            "offload": update.offload(saved_bytes, forward_seconds, backward_seconds, len(blocks)),
             "launches": waiting_for_python if self.on_gpu else passes_a_step * pass_work.host,
             "data": self._estimate_data(total_work),
         }

@@ -178,11 +178,9 @@ class Update:
         choice, width = self.choice, self.width
         gathers = 2 if choice.reshard_after_forward else 1
         master_width = self.width_between_steps
-        cast = (
-            self._traffic("copy", (master_width + width) * self.trainable / choice.shards)
-            if width != master_width
-            else 0.0
-        )
+        cast = 0.0
+        if width != master_width:
+            cast = self._traffic("copy", (master_width + width) * self.trainable / choice.shards)
         copy_seconds = self._traffic("copy", 2 * width * self.parameters)
         laid_out = self._traffic("copy", (width + _FP32) * self.trainable)
         add_seconds = self._traffic("elementwise", 3 * master_width * self.owned)

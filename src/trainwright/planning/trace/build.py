@@ -296,9 +296,8 @@ def _list_attention(model: Any) -> tuple[LayerAttention, ...]:
         needs = list(needs_of(CausalLM(model, packed=False, kernels="eager"), torch.float32, 2**62))
     except AttributeError:
         return ()
-    return tuple(
-        LayerAttention(*(getattr(layer_needs, name) for name in LayerAttention._fields)) for layer_needs in needs
-    )
+    fields = LayerAttention._fields
+    return tuple(LayerAttention(*(getattr(layer_needs, name) for name in fields)) for layer_needs in needs)
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -144,11 +144,8 @@ def _run(
     collects = gc.isenabled()
     gc.disable()
     try:
-        with (
-            use_gpu_functions() if on_gpu else nullcontext(),
-            set_loss_loops(recorder, sample, on_gpu=on_gpu),
-            recorder,
-        ):
+        functions = use_gpu_functions() if on_gpu else nullcontext()
+        with functions, set_loss_loops(recorder, sample, on_gpu=on_gpu), recorder:
             lm.eval()
             division.begin(EMBEDDING, "evaluation")
             with torch.no_grad():
