@@ -167,7 +167,7 @@ def verify(
         progress: show both runs and the table.
 
     Returns:
-        The steps of both: `Comparison.is_same`, and as text `Comparison.describe_verdict`.
+        The steps of both: `Comparison.is_same`, and as text `Comparison.verdict`.
 
     Raises:
         RequestError: the recipe is invalid, or runs on one process.

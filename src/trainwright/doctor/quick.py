@@ -85,14 +85,8 @@ def choose_settings(cores: int) -> list[ProcessSetting]:
     They are one process with one, all and two threads; as many processes as cores; and two processes that share the
     cores.
     """
-    some = (
-        ProcessSetting(1, 1),
-        ProcessSetting(1, cores),
-        ProcessSetting(cores, 1),
-        ProcessSetting(min(2, cores), max(1, cores // 2)),
-        ProcessSetting(1, min(2, cores)),
-    )
-    return list(dict.fromkeys(some))
+    pairs = ((1, 1), (1, cores), (cores, 1), (min(2, cores), max(1, cores // 2)), (1, min(2, cores)))
+    return [ProcessSetting(processes, threads) for processes, threads in dict.fromkeys(pairs)]
 
 
 def _build_cases(request: Mapping[str, Any], setting: ProcessSetting, world: World) -> Cases:
@@ -119,10 +113,8 @@ def _build_cases(request: Mapping[str, Any], setting: ProcessSetting, world: Wor
             precision, request["length"], device, _ATTENTION[kind], dense=True
         )
         cases.append(calibrate_cases.build_loss_case(precision, _LOGITS[kind], device))
-    cases += [
-        calibrate_cases.build_traffic_case("fp32", "copy", large, device),
-        calibrate_cases.build_optimizer_case(_UPDATED[kind], device),
-    ]
+    cases.append(calibrate_cases.build_traffic_case("fp32", "copy", large, device))
+    cases.append(calibrate_cases.build_optimizer_case(_UPDATED[kind], device))
     if world.size > 1:
         cases += [build_collective_case(world, "all_reduce", size) for size in _MESSAGES]
     unique = {(case.curve, case.sizes): case for case in cases}

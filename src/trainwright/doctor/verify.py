@@ -64,10 +64,8 @@ def verify(recipe: RecipeSchema, machine: Machine, steps: int, out: TextIO) -> C
             preload_worker(recipe)
             model = _prepare_model(recipe, machine, directory, stopping, out)
             sides = [
-                ComparedRun(
-                    _name_run(compared_recipe), compared_recipe.model_copy(update={"model": model}), directory / name
-                )
-                for compared_recipe, name in ((reference, "reference"), (recipe, "chosen"))
+                ComparedRun(_name_run(one), one.model_copy(update={"model": model}), directory / name)
+                for one, name in ((reference, "reference"), (recipe, "chosen"))
             ]
             try:
                 for side in sides:
@@ -179,7 +177,6 @@ def run_side(side: ComparedRun, steps: int, stopping: Stopping, *, is_shown: boo
 
 
 def _run_side_worker(side: ComparedRun, steps: int, is_shown: bool) -> int:
-    """Run a side in every worker."""
     from trainwright.run.run_worker import TrialRun, Worker, run_worker
 
     return run_worker(
@@ -322,10 +319,8 @@ class Comparison:
         if console.measure(table, options=options).maximum <= width:
             console.print(table)
             return
-        head = [
-            "step",
-            *(f"{name} {column}" for name in _CLOSE.values() for column in (*self.names, "relative difference")),
-        ]
+        columns = (*self.names, "relative difference")
+        head = ["step", *(f"{name} {column}" for name in _CLOSE.values() for column in columns)]
         rows = [[f"step {pair[0]['step']}", *self._row(pair)[1:]] for pair in self.steps]
         for line in text.format_table([head, *rows], width):
             text.say(line, file=stream)

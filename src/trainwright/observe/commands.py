@@ -311,7 +311,6 @@ def ablate(
 
 
 def _parse_values(over: Sequence[str]) -> dict[str, list[str]]:
-    """Return the values of every key."""
     if not over:
         raise RequestError("--over: pass a key and its values, such as --over train.seed=0,1,2")
     values_by_key: dict[str, list[str]] = {}

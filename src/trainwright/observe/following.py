@@ -459,7 +459,6 @@ def _locate_folder() -> Path:
 
 
 def _remove_old() -> None:
-    """Remove what has not been used for long."""
     with suppress(OSError):
         for file in _locate_folder().iterdir():
             if time.time() - file.stat().st_mtime > _CACHE_SECONDS:

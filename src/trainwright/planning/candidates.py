@@ -140,9 +140,8 @@ def iterate_layouts(
     ]
     is_unreplicated = constraints.fixed.get("replicate_size", 1) == 1
     if not candidates and strategy is not None and processes <= rows and is_unreplicated:  # requested explicitly
-        candidates.append(
-            ParallelLayout(strategy, **{key: constraints.fixed[key] for key in LAYOUT_KEYS if key in constraints.fixed})
-        )
+        fixed_values = {key: constraints.fixed[key] for key in LAYOUT_KEYS if key in constraints.fixed}
+        candidates.append(ParallelLayout(strategy, **fixed_values))
     yield from candidates
     if "replicate_size" in constraints.fixed and constraints.fixed["replicate_size"] > 1:
         yield from _iterate_replica_layouts(processes, constraints)

@@ -195,7 +195,6 @@ def _describe_speed_interval(errors: Errors, predicted: float) -> str:
 
 
 def _describe_runs(errors: Errors, count: int) -> str:
-    """Return which runs an interval is from."""
     if not count:
         return f"{errors.words}: too few such runs, so all known runs are used"
     return f"{errors.words}: {format_plural(count, 'run')} compared with their plans"

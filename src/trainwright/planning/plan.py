@@ -302,7 +302,6 @@ def _list_worlds_in_range(recipe: RecipeSchema, process_range: ProcessRange) -> 
 
 
 def _set_to_auto(recipe: RecipeSchema, given_up: frozenset[str]) -> RecipeSchema:
-    """Return the recipe with these keys set to ``auto``."""
     sections = {
         name: section.model_copy(update={key: "auto" for key in given_up if key in type(section).model_fields})
         for name, section in (("train", recipe.train), ("parallel", recipe.parallel))

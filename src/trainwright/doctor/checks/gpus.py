@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -210,9 +211,8 @@ def _check_links(gpu: _Gpu) -> Iterator[Finding]:
 def _check_slot(gpu: _Gpu) -> Iterator[Finding]:
     import pynvml
 
-    lanes, available = (
-        gpu.ask(ask) for ask in (pynvml.nvmlDeviceGetCurrPcieLinkWidth, pynvml.nvmlDeviceGetMaxPcieLinkWidth)
-    )
+    lanes = gpu.ask(pynvml.nvmlDeviceGetCurrPcieLinkWidth)
+    available = gpu.ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth)
     if lanes and available and lanes < available:  # the generation is lowered while the GPU is idle, the width is not
         yield Finding(
             Severity.WARNING,
@@ -249,10 +249,7 @@ def _check_kernel_log(facts: list[str]) -> Iterator[Finding]:
 
 
 def _check_xids(log: str) -> Iterator[Finding]:
-    counts: dict[tuple[str, int], int] = {}
-    for match in _XID.finditer(log):
-        key = match[1], int(match[2])
-        counts[key] = counts.get(key, 0) + 1
+    counts = Counter((match[1], int(match[2])) for match in _XID.finditer(log))
     for (address, number), count in counts.items():
         meaning = _XIDS.get(number, "see NVIDIA's list of Xid errors")
         often = f", {count} times" if count > 1 else ""

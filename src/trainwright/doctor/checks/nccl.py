@@ -62,9 +62,8 @@ def _check_unknown(settings: Mapping[str, tuple[str, str]]) -> Iterator[Finding]
             continue
         if name in OLD_NAMES:
             why = "torch reads the new name, and may ignore the old one"
-            yield Finding(
-                Severity.WARNING, f"{name}={value}{origin} is an old name", why, f"set {OLD_NAMES[name]} instead"
-            )
+            what = f"{name}={value}{origin} is an old name"
+            yield Finding(Severity.WARNING, what, why, f"set {OLD_NAMES[name]} instead")
             continue
         near = difflib.get_close_matches(name, EFFECTS, n=1, cutoff=0.8)
         hint = f"did you mean {near[0]}?" if near else f"look it up in NCCL's user guide, or unset {name}"

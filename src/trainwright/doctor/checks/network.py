@@ -98,12 +98,8 @@ def _check_selections(variables: Mapping[str, str], interfaces: Mapping[str, Int
         if variable != "NCCL_SOCKET_IFNAME" and text.strip().startswith(("^", "=")):
             what = f"{variable}={text}: only NCCL_SOCKET_IFNAME may begin with {text.strip()[0]}"
             why = "processes fail to start with `Unable to find address`"
-            yield Finding(
-                Severity.BROKEN,
-                what,
-                why,
-                f"set the interfaces to use: {variable}={_list_usable(interfaces) or 'INTERFACE'}",
-            )
+            fix = f"set the interfaces to use: {variable}={_list_usable(interfaces) or 'INTERFACE'}"
+            yield Finding(Severity.BROKEN, what, why, fix)
             continue
         for name in _parse_names(text):
             matches = [

@@ -135,10 +135,8 @@ class Update:
             copied_back = last + max(0.0, self._host("to", activation_bytes) - last - backward)
             seconds += passes * (max(0.0, self._host("from", activation_bytes) - forward) + copied_back)
         if choice.offload_parameters:
-            activation_bytes = self.width if choice.spec.separate_masters else self.width_between_steps
-            shard = (
-                activation_bytes * self.trainable + self.width * (self.parameters - self.trainable)
-            ) / choice.shards
+            width = self.width if choice.spec.separate_masters else self.width_between_steps
+            shard = (width * self.trainable + self.width * (self.parameters - self.trainable)) / choice.shards
             times = 2 if choice.reshard_after_forward else 1
             seconds += passes * times * self._host("to", shard)
         if self.on_host:
@@ -158,11 +156,7 @@ class Update:
             return 0.0
         cast_seconds = self._traffic("copy", (self.width + self.width_between_steps) * self.owned)
         summed = bool(spec.collectives) or self.choice.gradient_accumulation_steps > 1
-        if not spec.shards and not summed:
-            return cast_seconds + self._traffic(
-                "copy", (self.width + self.width_between_steps) * self.owned
-            )  # of gradients
-        return cast_seconds
+        return cast_seconds if spec.shards or summed else 2 * cast_seconds  # of gradients, too
 
     def _estimate_norm(self, elements: float) -> float:
         if self.pricing.on_gpu:

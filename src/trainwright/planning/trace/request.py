@@ -98,9 +98,8 @@ class TracedModel:
     @classmethod
     def of(cls, configuration: Mapping[str, Any], recipe: RecipeSchema | None = None) -> TracedModel:
         """Return the model of a recipe with a configuration; without a recipe, one that is trained in full."""
-        text = format_canonical(
-            select_text_config(configuration)
-        )  # of several modalities, the language model is trained
+        # Of several modalities, the language model is trained.
+        text = format_canonical(select_text_config(configuration))
         if recipe is None:
             return cls(text)
         needs, adapter = recipe.spec.needs(recipe), _format_adapter(recipe.model.adapter)
@@ -187,16 +186,9 @@ class TraceRequest:
     @classmethod
     def of(cls, model: TracedModel, device: Device, choice: Choice, batch: BatchShape) -> TraceRequest:
         """Return the request for passes of ``choice`` over ``batch``."""
-        width = choice.width
-        recompute = "compiled" if choice.compile and choice.activation_checkpointing == "none" else None
-        return cls(
-            model,
-            device,
-            device.dtype(width),
-            choose_row_kind(batch),
-            recompute or choice.activation_checkpointing,
-            choice.spec.hooks_modules,
-        )
+        dtype, recompute = device.dtype(choice.width), choice.activation_checkpointing
+        how = "compiled" if choice.compile and recompute == "none" else recompute
+        return cls(model, device, dtype, choose_row_kind(batch), how, choice.spec.hooks_modules)
 
     @property
     def width(self) -> int:

@@ -167,7 +167,6 @@ def _run(
 
 
 def _compute_loss(lm: Any, wanted: TracedModel, batch: Batch) -> torch.Tensor:
-    """Return the loss of a task."""
     if wanted.objective == "hidden":
         activations = lm.compute_activations(batch)
         return cast(torch.Tensor, (activations - torch.zeros_like(activations)).square().mean())

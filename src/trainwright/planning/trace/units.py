@@ -6,6 +6,7 @@ are polynomials of the numbers of a batch (`BASIS`); ``evaluate_trace`` gives th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
@@ -101,8 +102,8 @@ def _divide_rows(count: int, limit: int) -> tuple[int, int]:
 
 Size = tuple[float, ...]  # coefficients of ``BASIS``; zeros at the end are left out
 N = TypeVar("N", Size, int)
-# "expansion": dequantization.
 FUSED = "fused"  # the name of operations of ``models.fused``, which a compiler leaves as they are
+# "expansion": dequantization.
 OperationKind = Literal["product", "attention", "elementwise", "reduction", "copy", "expansion"]
 
 
@@ -162,10 +163,7 @@ class TracedParameter(NamedTuple):
     @property
     def numel(self) -> int:
         """The number of elements."""
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return math.prod(self.shape)
 
 
 class UnitTrace(NamedTuple, Generic[N]):
