@@ -158,6 +158,11 @@ class ProcessRates:
     in_step: Mapping[str, InStep] = field(default_factory=dict)
     exchange: Exchanged = field(default_factory=lambda: Exchanged())
 
+    def find_best_rate(self, precision: str) -> float | None:
+        """Return the highest measured operations per second of products of a process; None if none was measured."""
+        curves = [curve for name, curve in self.curves.items() if name.startswith(f"product/{precision}/")]
+        return max((2 * math.prod(s.sizes) / s.seconds for curve in curves for s in curve.samples), default=None)
+
 
 @dataclass(frozen=True)
 class Calibration:

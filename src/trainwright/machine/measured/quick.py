@@ -180,15 +180,10 @@ def describe_rates(calibration: Calibration) -> str:
     """Return the rates of products as text: per core, or of the GPU."""
     first = calibration.settings[0]
     unit, scale = ("GFLOP/s per core", 1e9) if first.threads else ("TFLOP/s", 1e12)
-    rates = {precision: _find_best_rate(first, precision) for precision in ("fp32", "tf32", "bf16", "fp16")}
+    rates = {precision: first.find_best_rate(precision) for precision in ("fp32", "tf32", "bf16", "fp16")}
     text = ", ".join(f"{name} {rate / scale:.0f}" for name, rate in rates.items() if rate is not None)
     copy_rate = max((s.sizes[0] / s.seconds for s in _select_samples(calibration, "traffic/fp32/copy")), default=None)
     return f"{text} {unit}" + ("" if copy_rate is None else f", copies {copy_rate / 1e9:.3g} GB/s")
-
-
-def _find_best_rate(setting: ProcessRates, precision: str) -> float | None:
-    curves = [curve for name, curve in setting.curves.items() if name.startswith(f"product/{precision}/")]
-    return max((2 * math.prod(s.sizes) / s.seconds for curve in curves for s in curve.samples), default=None)
 
 
 class _Failed(Exception):

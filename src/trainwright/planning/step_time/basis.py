@@ -327,14 +327,8 @@ def list_thread_counts(measured: Calibration | None, processes: int, cores: int)
 
 def find_peak_rate(measured: Calibration, precision: str) -> float | None:
     """Return the highest measured operations per second of all processes of a setting; None if none was measured."""
-    rates = [
-        2 * math.prod(sample.sizes) / sample.seconds * setting.processes
-        for setting in measured.settings
-        for name, curve in setting.curves.items()
-        if name.startswith(f"product/{precision}/")
-        for sample in curve.samples
-    ]
-    return max(rates, default=None)
+    rates = ((setting.find_best_rate(precision), setting.processes) for setting in measured.settings)
+    return max((rate * processes for rate, processes in rates if rate is not None), default=None)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from trainwright.machine.catalog import Card
@@ -91,14 +92,13 @@ class Rates:
             return scale_to_measured_blocks(nearest, self.measurement, lambda number, _: calibration.nearest(number))
         if self.measurement is not None:
             return scale_to_measured_blocks(self._measured(processes, threads), self.measurement, self._measured)
-        return self._build_nominal(processes, threads)
+        return build_nominal_setting(self.cluster, processes, threads)
 
     def _measured(self, processes: int, threads: int | None) -> ProcessRates:
         assert self.measurement is not None
-        return build_measured_setting(self.measurement, self._build_nominal, processes, threads)
-
-    def _build_nominal(self, processes: int, threads: int | None) -> ProcessRates:
-        return build_nominal_setting(self.cluster, processes, threads)
+        return build_measured_setting(
+            self.measurement, partial(build_nominal_setting, self.cluster), processes, threads
+        )
 
     def threads(self, processes: int) -> tuple[int | None, ...]:
         """Return the threads per process to try; None on GPUs."""
