@@ -52,10 +52,8 @@ def calibrate(
         Stopped: a stop was requested.
     """
     parts: dict[str, float] = {}
-    settings = [
-        ProcessSetting(count, None if machine.gpus else _choose_threads(machine, count))
-        for count in choose_process_counts(machine)
-    ]
+    counts = choose_process_counts(machine)
+    settings = [ProcessSetting(count, None if machine.gpus else _choose_threads(machine, count)) for count in counts]
     begin = time.monotonic()
     with Stopping("stopping") as stopping:
         preload_libraries()

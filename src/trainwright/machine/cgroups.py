@@ -111,10 +111,8 @@ def count_memory_kills() -> int:
     Without a cgroup that counts them, those of the whole machine; 0 if the kernel does not report it. Only a change is
     meaningful: a SIGKILL from elsewhere looks the same and is not counted.
     """
-    files = [
-        group / ("memory.events" if version == 2 else "memory.oom_control")
-        for group, version in iterate_groups("memory")
-    ]
+    names = {1: "memory.oom_control", 2: "memory.events"}
+    files = [group / names[version] for group, version in iterate_groups("memory")]
     return next((count for count in map(_read_memory_kills, (*files, _MACHINE_COUNTERS)) if count is not None), 0)
 
 

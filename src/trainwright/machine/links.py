@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 LinkKind = Literal["nvlink", "infinity_fabric", "ethernet", "pcie", "network", "memory"]
@@ -87,13 +88,15 @@ def detect_links(handles: Sequence[Any], index: int) -> tuple[Link, Link]:
 
     handle, peers = handles[index], [peer for i, peer in enumerate(handles) if i != index]
     slot = _read_slot(handle)
-    nvlink_count = sum(_can_reach(handle, peer, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) for peer in peers)
-    lines = sum(_is_active(handle, line) for line in range(_MOST_NVLINKS)) if nvlink_count else 0
+    can_reach = partial(_reports, pynvml.NVML_P2P_STATUS_OK, pynvml.nvmlDeviceGetP2PStatus, handle)
+    is_active = partial(_reports, pynvml.NVML_FEATURE_ENABLED, pynvml.nvmlDeviceGetNvLinkState, handle)
+    nvlink_count = sum(can_reach(peer, pynvml.NVML_P2P_CAPS_INDEX_NVLINK) for peer in peers)
+    lines = sum(map(is_active, range(_MOST_NVLINKS))) if nvlink_count else 0
     generation = _NVLINK_GENERATION.get(pynvml.nvmlDeviceGetCudaComputeCapability(handle)[0])
     if lines and generation:
         return build_fabric_link("nvlink", generation, lines * _NVLINK_EACH[generation], nvlink_count + 1), slot
     # A plain 0: pynvml's NVML_P2P_CAPS_INDEX_READ is a tuple by mistake.
-    direct = bool(peers) and all(_can_reach(handle, peer, 0) for peer in peers)
+    direct = bool(peers) and all(can_reach(peer, 0) for peer in peers)
     return Link("pcie", slot.bandwidth, slot.latency, slot.generation, direct=direct), slot
 
 
@@ -108,19 +111,11 @@ def _read_slot(handle: Any) -> Link:
         return build_pcie_link(3)
 
 
-def _can_reach(handle: Any, other: Any, capability: int) -> bool:
+def _reports(answer: int, ask: Callable[..., int], *arguments: Any) -> bool:
+    """Return whether NVML gives this answer, and no error."""
     import pynvml
 
     try:
-        return bool(pynvml.nvmlDeviceGetP2PStatus(handle, other, capability) == pynvml.NVML_P2P_STATUS_OK)
-    except pynvml.NVMLError:
-        return False
-
-
-def _is_active(handle: Any, line: int) -> bool:
-    import pynvml
-
-    try:
-        return bool(pynvml.nvmlDeviceGetNvLinkState(handle, line) == pynvml.NVML_FEATURE_ENABLED)
+        return bool(ask(*arguments) == answer)
     except pynvml.NVMLError:
         return False

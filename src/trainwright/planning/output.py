@@ -22,19 +22,13 @@ from trainwright.utils.text import format_bytes, format_count, format_plural, fo
 
 # Groups of memory, from permanent to temporary, and the characters that draw them.
 _GROUPS = {"weights": "█", "optimizer": "▓", "gradients": "▒", "activations": "░", "rest": "·"}
-_GROUP_OF = (  # by words in a part's name
-    ("optimizer", "optimizer"),
-    ("gradient", "gradients"),
-    ("bucket", "gradients"),
-    ("activation", "activations"),
-    ("loss", "activations"),
-    ("logits", "activations"),
-    ("parameter", "weights"),
-    ("weight", "weights"),
-    ("gathered", "weights"),
-    ("adapter", "weights"),
-    ("base", "weights"),
-)
+# A part belongs to the first group of which its name has a word.
+_WORDS = {
+    "optimizer": ("optimizer",),
+    "gradients": ("gradient", "bucket"),
+    "activations": ("activation", "loss", "logits"),
+    "weights": ("parameter", "weight", "gathered", "adapter", "base"),
+}
 _BAR = 24
 _MEMORY = f"  {'memory':<{_BAR}}"
 _WIDE = 120  # columns that a line with the bar and most verdicts needs
@@ -46,7 +40,7 @@ def group_memory(candidate: Candidate) -> dict[str, int]:
     """Return the bytes at the peak by ``_GROUPS``; the overhead of the process counts as the rest."""
     sums = dict.fromkeys(_GROUPS, 0)
     for name, amount in candidate.memory.parts.items():
-        sums[next((group for word, group in _GROUP_OF if word in name), "rest")] += amount
+        sums[next((group for group, words in _WORDS.items() if any(w in name for w in words)), "rest")] += amount
     sums["rest"] += sum(candidate.memory.overhead.values())
     return sums
 

@@ -263,19 +263,19 @@ def _describe_rates(basis: Basis) -> tuple[str, ...]:
 def build_constraints(recipe: RecipeSchema) -> Constraints:
     """Return the constraints of a recipe: every key that is not ``auto``, and those of a named strategy."""
     train, parallel = recipe.train, recipe.parallel
-    recipe_values = {
-        "strategy": parallel.strategy,
-        "num_processes": parallel.processes,
-        "micro_batch_size": train.micro_batch_size,
-        "gradient_accumulation_steps": train.gradient_accumulation_steps,
-        "mixed_precision": train.mixed_precision,
-        "activation_checkpointing": train.activation_checkpointing,
-        "compile": train.compile,
-    }
+    names = (
+        "micro_batch_size",
+        "gradient_accumulation_steps",
+        "mixed_precision",
+        "activation_checkpointing",
+        "compile",
+    )
+    recipe_values: dict[str, Any] = {"strategy": parallel.strategy, "num_processes": parallel.processes}
+    recipe_values |= {name: getattr(train, name) for name in names}
     elastic = parallel.num_processes
     if isinstance(elastic, ProcessRange):
         del recipe_values["num_processes"]
-    fixed_values: dict[str, Any] = {key: value for key, value in recipe_values.items() if value != "auto"}
+    fixed_values = {key: value for key, value in recipe_values.items() if value != "auto"}
     if train.activation_offload:
         fixed_values["activation_offload"] = True
     strategy = find_implied_strategy(parallel.model_copy(update={"strategy": "auto"}))

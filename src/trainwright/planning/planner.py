@@ -74,11 +74,7 @@ def plan_on(
 def collect_chosen_values(plan: RunPlan) -> dict[str, dict[str, Any]]:
     """Return the plan's values for ``auto``, by section and key of the recipe."""
     choice = plan.chosen.choice
-    train = {
-        "mixed_precision": choice.mixed_precision,
-        "activation_checkpointing": choice.activation_checkpointing,
-        "compile": choice.compile,
-    }
+    train = {key: getattr(choice, key) for key in ("mixed_precision", "activation_checkpointing", "compile")}
     if not (plan.workload.packed and "gradient_accumulation_steps" in plan.constraints.fixed):
         train["micro_batch_size"] = choice.micro_batch_size
     parallel = {key: getattr(choice, key) for key in ("strategy", "num_processes", *LAYOUT_KEYS)}

@@ -60,11 +60,8 @@ def collect_stacks(pids: Mapping[int, int], logs: Path) -> dict[int, str]:
         time.sleep(_READ_AGAIN)
         read = {rank: _read(locate_stacks_file(logs, rank), before[rank]) for rank in reachable if rank not in stacks}
         time.sleep(_READ_AGAIN)  # until it has been written completely
-        stacks |= {
-            rank: text
-            for rank, text in read.items()
-            if text and text == _read(locate_stacks_file(logs, rank), before[rank])
-        }
+        again = {rank: _read(locate_stacks_file(logs, rank), before[rank]) for rank in read}
+        stacks |= {rank: text for rank, text in read.items() if text and text == again[rank]}
     for rank in pids.keys() - stacks.keys():
         if text := _run_py_spy(pids[rank]):
             stacks[rank] = text

@@ -27,19 +27,9 @@ _MARGIN = 10.0
 STORAGE = dict.fromkeys(("checkpoint", "copies", "export", "loading", "profile writing", "resuming", "rewinding"), 12.0)
 # A phase that has not ended once may include compilation, downloads or the first access to slow storage.
 _FIRST = {
-    "start": 3600.0,
-    "loading": 7200.0,
-    "resuming": 7200.0,
-    "rewinding": 7200.0,
-    "joining": 3600.0,
-    "setup": 3600.0,
-    "compilation": 3600.0,
-    "checkpoint": 3600.0,
-    "copies": 7200.0,
-    "profile writing": 3600.0,
-    "export": 7200.0,
-    "evaluation": 1800.0,
-    "generation": 1800.0,
+    **dict.fromkeys(("loading", "resuming", "rewinding", "copies", "export"), 7200.0),
+    **dict.fromkeys(("start", "joining", "setup", "compilation", "checkpoint", "profile writing"), 3600.0),
+    **dict.fromkeys(("evaluation", "generation"), 1800.0),
 }
 _FIRST_OTHERS = 900.0
 # All ranks are inside the same collective: a network may be slow, but data moves.

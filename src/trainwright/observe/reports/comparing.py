@@ -180,10 +180,8 @@ def list_notes(runs: Sequence[RunFigures]) -> list[str]:
 
 def _describe_other_data(first: RunFigures, run: RunFigures, split: str) -> str:
     """Return what makes the data of a split different, as the keys of the recipes that differ; "" if it is the same."""
-    held_out = not any(
-        isinstance(to_mapping(figures.recipe.get("data")).get("validation"), (str, list, dict))
-        for figures in (first, run)
-    )
+    sections = [to_mapping(figures.recipe.get("data")) for figures in (first, run)]
+    held_out = not any(isinstance(section.get("validation"), (str, list, dict)) for section in sections)
     keys = [key for key in find_recipe_differences([first, run]) if _decides_tokens(key, split, held_out=held_out)]
     left, right = (figures.start.get("fingerprints", {}).get(split) for figures in (first, run))
     if left is not None and right is not None:

@@ -100,12 +100,8 @@ def build_application(board: Board, token: str) -> Starlette:
             "/stop", lambda request: _respond_json(stop(board.directory(_run(request)), timeout=0)), methods=["POST"]
         ),
     ]
-    failures: dict[Any, Any] = {
-        KeyError: _respond_missing,
-        OSError: _respond_missing,
-        ValueError: _respond_wrong,
-        TrainwrightError: _respond_wrong,
-    }
+    failures: dict[Any, Any] = dict.fromkeys((KeyError, OSError), _respond_missing)
+    failures |= dict.fromkeys((ValueError, TrainwrightError), _respond_wrong)
     return Starlette(
         routes=routes,
         middleware=[Middleware(BaseHTTPMiddleware, dispatch=guard)],

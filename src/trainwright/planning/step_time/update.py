@@ -64,7 +64,7 @@ class Update:
         """Return the seconds of a step from exchanged gradients to updated weights."""
         norm = self._estimate_norm(self.owned)
         clip = self._traffic("elementwise", 2 * self.width_between_steps * self.owned)
-        curve = self.pricing.speeds.curves["host_optimizer" if self._leaves_gpu else "optimizer"]
+        curve = self.pricing.speeds.curves["host_optimizer" if self.on_host and self.pricing.on_gpu else "optimizer"]
         update = self.relative * curve.seconds(self.owned)
         seconds = norm + clip + update + self._estimate_casts()
         return seconds + self._estimate_orthogonalization() + self._estimate_preconditioning()
@@ -144,10 +144,6 @@ class Update:
             if choice.spec.separate_masters:
                 seconds += self._host("to", self.width * self.owned)
         return seconds
-
-    @property
-    def _leaves_gpu(self) -> bool:
-        return self.on_host and self.pricing.on_gpu
 
     def _estimate_casts(self) -> float:
         """Return the seconds of casts between fp32 master weights and the computing weights, if a process has both."""
