@@ -263,15 +263,9 @@ def _describe_rates(basis: Basis) -> tuple[str, ...]:
 def build_constraints(recipe: RecipeSchema) -> Constraints:
     """Return the constraints of a recipe: every key that is not ``auto``, and those of a named strategy."""
     train, parallel = recipe.train, recipe.parallel
-    names = (
-        "micro_batch_size",
-        "gradient_accumulation_steps",
-        "mixed_precision",
-        "activation_checkpointing",
-        "compile",
-    )
+    names = ("micro_batch_size", "gradient_accumulation_steps", "mixed_precision", "activation_checkpointing")
     recipe_values: dict[str, Any] = {"strategy": parallel.strategy, "num_processes": parallel.processes}
-    recipe_values |= {name: getattr(train, name) for name in names}
+    recipe_values |= {name: getattr(train, name) for name in (*names, "compile")}
     elastic = parallel.num_processes
     if isinstance(elastic, ProcessRange):
         del recipe_values["num_processes"]

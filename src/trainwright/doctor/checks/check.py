@@ -238,21 +238,17 @@ def _explain_skip(check: Check, machine: Machine, broken: set[str], is_late: boo
 
 
 def _describe_refusal(error: TrainwrightError) -> Finding:
-    return Finding(
-        Severity.BROKEN,
-        str(error),
-        "training commands fail with the same error",
-        "the message says what is needed; `trainwright doctor` without names checks that too",
-    )
+    what = str(error)
+    why = "training commands fail with the same error"
+    fix = "the message says what is needed; `trainwright doctor` without names checks that too"
+    return Finding(Severity.BROKEN, what, why, fix)
 
 
 def _describe_error(check: Check, error: Exception) -> Finding:
-    return Finding(
-        Severity.WARNING,
-        f"the check itself failed: {type(error).__name__}: {error}",
-        "so the state of this part of the machine is unknown",
-        f"run it alone: `trainwright doctor {check.name}`; if it fails again, report it with the output of --json",
-    )
+    what = f"the check itself failed: {type(error).__name__}: {error}"
+    why = "so the state of this part of the machine is unknown"
+    fix = f"run it alone: `trainwright doctor {check.name}`; if it fails again, report it with the output of --json"
+    return Finding(Severity.WARNING, what, why, fix)
 
 
 _TORCH = ("packages", "torch")

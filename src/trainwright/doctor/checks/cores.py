@@ -90,12 +90,10 @@ def _check_shares(shares: Mapping[str, float]) -> Iterator[Finding]:
             "raise the quota (docker run --cpus, resources.limits.cpu of the pod, CPUQuota= of the unit)",
         )
     if shares.get("stolen", 0.0) > _TAKEN:
-        yield Finding(
-            Severity.WARNING,
-            f"the hypervisor gave {shares['stolen']:.0%} of the cores' time to other machines",
-            "steps take longer, by a varying amount",
-            "use an instance with dedicated cores, or stop others on this host",
-        )
+        what = f"the hypervisor gave {shares['stolen']:.0%} of the cores' time to other machines"
+        why = "steps take longer, by a varying amount"
+        fix = "use an instance with dedicated cores, or stop others on this host"
+        yield Finding(Severity.WARNING, what, why, fix)
     explained = shares.get("throttled", 0.0) > _THROTTLED or shares.get("stolen", 0.0) > _TAKEN
     if shares.get("stopped", 0.0) > _TAKEN and not explained:
         yield Finding(
@@ -107,23 +105,19 @@ def _check_shares(shares: Mapping[str, float]) -> Iterator[Finding]:
             "host that pauses this virtual machine",
         )
     if shares.get("waited", 0.0) > _TAKEN:
-        yield Finding(
-            Severity.NOTE,
-            f"other programs used the cores for {shares['waited']:.0%} of the measured time",
-            "training shares the cores with them",
-            "find them with top, and stop those that are left over",
-        )
+        what = f"other programs used the cores for {shares['waited']:.0%} of the measured time"
+        why = "training shares the cores with them"
+        fix = "find them with top, and stop those that are left over"
+        yield Finding(Severity.NOTE, what, why, fix)
 
 
 def _check_heat(hotter: Mapping[int, int]) -> Iterator[Finding]:
     hot = [core for core, count in hotter.items() if count > 0]
     if hot:
-        yield Finding(
-            Severity.WARNING,
-            f"throttled by heat while this ran: core {', '.join(map(str, hot))}",
-            "the processor lowers its clock to cool down",
-            "check the fans, dust and the power limit of the machine; `sensors` shows temperatures",
-        )
+        what = f"throttled by heat while this ran: core {', '.join(map(str, hot))}"
+        why = "the processor lowers its clock to cool down"
+        fix = "check the fans, dust and the power limit of the machine; `sensors` shows temperatures"
+        yield Finding(Severity.WARNING, what, why, fix)
 
 
 def _check_capped(cores: list[int], root: Path = _SYSTEM) -> Iterator[Finding]:

@@ -145,12 +145,10 @@ def _check_speed(shown: str, speed: Speed) -> Iterator[Finding]:
 
 def _check_space(shown: str, free: int) -> Iterator[Finding]:
     if free < _LEAST_FREE:
-        yield Finding(
-            Severity.WARNING,
-            f"{shown}: only {format_bytes(free)} are free",
-            f"a checkpoint of a billion parameters with AdamW has {format_bytes(_CHECKPOINT)}",
-            "remove old checkpoints and caches; checkpoint.keep_last limits how many are kept",
-        )
+        what = f"{shown}: only {format_bytes(free)} are free"
+        why = f"a checkpoint of a billion parameters with AdamW has {format_bytes(_CHECKPOINT)}"
+        fix = "remove old checkpoints and caches; checkpoint.keep_last limits how many are kept"
+        yield Finding(Severity.WARNING, what, why, fix)
 
 
 def _describe_device(device: int, directory: Path) -> str:

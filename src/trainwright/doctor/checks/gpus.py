@@ -132,19 +132,14 @@ def _check_memory_errors(gpu: _Gpu) -> Iterator[Finding]:
 
     since_start = errors(pynvml.NVML_VOLATILE_ECC)
     if since_start:
-        yield Finding(
-            Severity.BROKEN,
-            f"{gpu.name}: {since_start} uncorrectable memory errors (ECC) since the driver was loaded",
-            "results may be wrong, and kernels that read this memory fail",
-            _RESET,
-        )
+        what = f"{gpu.name}: {since_start} uncorrectable memory errors (ECC) since the driver was loaded"
+        why = "results may be wrong, and kernels that read this memory fail"
+        yield Finding(Severity.BROKEN, what, why, _RESET)
     elif ever := errors(pynvml.NVML_AGGREGATE_ECC):
-        yield Finding(
-            Severity.NOTE,
-            f"{gpu.name}: {ever} uncorrectable memory errors (ECC) in its lifetime, none since the driver was loaded",
-            "the pages or rows with errors were replaced",
-            "watch whether the number grows: nvidia-smi -q -d ECC",
-        )
+        what = f"{gpu.name}: {ever} uncorrectable memory errors (ECC) in its lifetime, none since the driver was loaded"
+        why = "the pages or rows with errors were replaced"
+        fix = "watch whether the number grows: nvidia-smi -q -d ECC"
+        yield Finding(Severity.NOTE, what, why, fix)
     remapped_rows = gpu.ask(pynvml.nvmlDeviceGetRemappedRows, what="remapped rows")
     if remapped_rows is not None:
         _, _, is_pending, has_failed = remapped_rows
@@ -214,12 +209,10 @@ def _check_slot(gpu: _Gpu) -> Iterator[Finding]:
     lanes = gpu.ask(pynvml.nvmlDeviceGetCurrPcieLinkWidth)
     available = gpu.ask(pynvml.nvmlDeviceGetMaxPcieLinkWidth)
     if lanes and available and lanes < available:  # the generation is lowered while the GPU is idle, the width is not
-        yield Finding(
-            Severity.WARNING,
-            f"{gpu.name}: its slot uses {lanes} of {available} PCIe lanes",
-            "copies to and from the host are slower",
-            "reseat the card, or move it to a slot with all lanes",
-        )
+        what = f"{gpu.name}: its slot uses {lanes} of {available} PCIe lanes"
+        why = "copies to and from the host are slower"
+        fix = "reseat the card, or move it to a slot with all lanes"
+        yield Finding(Severity.WARNING, what, why, fix)
 
 
 def _check_other_programs(gpu: _Gpu) -> Iterator[Finding]:
@@ -227,12 +220,10 @@ def _check_other_programs(gpu: _Gpu) -> Iterator[Finding]:
 
     for process in gpu.ask(pynvml.nvmlDeviceGetComputeRunningProcesses, what="other programs") or ():
         usage = format_bytes(process.usedGpuMemory) if process.usedGpuMemory else "some memory"
-        yield Finding(
-            Severity.WARNING,
-            f"{gpu.name}: process {process.pid} uses {usage}",
-            "plans assume that a run has the GPU alone",
-            f"`ps -fp {process.pid}`; end it if it is left over from a run",
-        )
+        what = f"{gpu.name}: process {process.pid} uses {usage}"
+        why = "plans assume that a run has the GPU alone"
+        fix = f"`ps -fp {process.pid}`; end it if it is left over from a run"
+        yield Finding(Severity.WARNING, what, why, fix)
 
 
 def _check_kernel_log(facts: list[str]) -> Iterator[Finding]:

@@ -51,12 +51,10 @@ def _check_files(processes: int) -> Iterator[Finding]:
             f"docker run --ulimit nofile={_AMPLE_FILES}; LimitNOFILE= of the service",
         )
     elif _is_below(soft, demand):
-        yield Finding(
-            Severity.NOTE,
-            f"the limit of open files is {soft} (ulimit -n), and a run of {processes} processes needs {demand}",
-            f"Trainwright raises it up to the hard limit ({hard}); scripts of other launchers do not",
-            f"`ulimit -n {min(_AMPLE_FILES, hard) if hard > 0 else _AMPLE_FILES}` before starting them",
-        )
+        what = f"the limit of open files is {soft} (ulimit -n), and a run of {processes} processes needs {demand}"
+        why = f"Trainwright raises it up to the hard limit ({hard}); scripts of other launchers do not"
+        fix = f"`ulimit -n {min(_AMPLE_FILES, hard) if hard > 0 else _AMPLE_FILES}` before starting them"
+        yield Finding(Severity.NOTE, what, why, fix)
 
 
 def _check_threads(processes: int) -> Iterator[Finding]:
@@ -132,12 +130,10 @@ def check_control_groups(context: CheckContext) -> CheckResult:
 
 def _check_memory_limit(limit: int | None, free: int | None) -> Iterator[Finding]:
     if limit is not None and free is not None and free < _LEAST_MEMORY:
-        yield Finding(
-            Severity.WARNING,
-            f"the control group has {format_bytes(free)} of {format_bytes(limit)} left",
-            "the kernel kills a process that exceeds it, without a message in the log of the run",
-            f"give it more memory: {_ASK.format('--memory', '--mem')}; plans respect the limit",
-        )
+        what = f"the control group has {format_bytes(free)} of {format_bytes(limit)} left"
+        why = "the kernel kills a process that exceeds it, without a message in the log of the run"
+        fix = f"give it more memory: {_ASK.format('--memory', '--mem')}; plans respect the limit"
+        yield Finding(Severity.WARNING, what, why, fix)
 
 
 def _check_core_limit(limit: float | None) -> Iterator[Finding]:
@@ -155,12 +151,10 @@ def _check_core_limit(limit: float | None) -> Iterator[Finding]:
 def _check_pid_limits(pid_limits: tuple[tuple[int, int], ...]) -> Iterator[Finding]:
     for count, limit in pid_limits:
         if limit - count < _PIDS:
-            yield Finding(
-                Severity.BROKEN,
-                f"the control group has {count} of at most {limit} processes and threads; {_PIDS} more may be needed",
-                "starting a thread fails with `Resource temporarily unavailable`",
-                f"raise it: {_ASK.format('--pids-limit', 'TasksMax of the unit')}",
-            )
+            what = f"the control group has {count} of at most {limit} processes and threads; {_PIDS} more may be needed"
+            why = "starting a thread fails with `Resource temporarily unavailable`"
+            fix = f"raise it: {_ASK.format('--pids-limit', 'TasksMax of the unit')}"
+            yield Finding(Severity.BROKEN, what, why, fix)
 
 
 def _iterate_pid_limits() -> Iterator[tuple[int, int]]:
@@ -186,12 +180,10 @@ def check_shared_memory(context: CheckContext) -> CheckResult:
     try:
         status = os.statvfs(_SHARED)
     except OSError as error:
-        finding = Finding(
-            Severity.BROKEN,
-            f"there is no {_SHARED}: {error.strerror}",
-            "processes of one machine exchange locks and data there",
-            f"mount -t tmpfs tmpfs {_SHARED}",
-        )
+        what = f"there is no {_SHARED}: {error.strerror}"
+        why = "processes of one machine exchange locks and data there"
+        fix = f"mount -t tmpfs tmpfs {_SHARED}"
+        finding = Finding(Severity.BROKEN, what, why, fix)
         return CheckResult((), (finding,))
     total, free = status.f_blocks * status.f_frsize, status.f_bavail * status.f_frsize
     fact = f"{format_bytes(total)}, {format_bytes(free)} free"
@@ -201,26 +193,19 @@ def check_shared_memory(context: CheckContext) -> CheckResult:
 def _check_shared_memory_size(total: int, free: int, gpus: int) -> Iterator[Finding]:
     recommendation = max(_AMPLE, gpus * _AMPLE_A_GPU)
     if not os.access(_SHARED, os.W_OK | os.X_OK):
-        yield Finding(
-            Severity.BROKEN,
-            f"this user cannot write to {_SHARED}",
-            "processes of one machine exchange locks and data there",
-            f"chmod 1777 {_SHARED} (as root)",
-        )
+        what = f"this user cannot write to {_SHARED}"
+        why = "processes of one machine exchange locks and data there"
+        fix = f"chmod 1777 {_SHARED} (as root)"
+        yield Finding(Severity.BROKEN, what, why, fix)
     elif (problem := check_process_limits(None, free, 2, 2)) is not None:
         what, _, fix = problem.partition("; ")
         yield Finding(Severity.BROKEN, what, "nothing can be started", fix)
     elif total < recommendation:
-        yield Finding(
-            Severity.BROKEN if gpus > 1 else Severity.WARNING,
-            f"{_SHARED} has only {format_bytes(total)}; {format_bytes(recommendation)} are recommended here",
-            "NCCL and data loaders with workers fail with `No space left on device`, or a bus error, when it is full",
-            _FIX,
-        )
+        what = f"{_SHARED} has only {format_bytes(total)}; {format_bytes(recommendation)} are recommended here"
+        why = "NCCL and data loaders with workers fail with `No space left on device`, or a bus error, when it is full"
+        yield Finding(Severity.BROKEN if gpus > 1 else Severity.WARNING, what, why, _FIX)
     elif free < recommendation:
-        yield Finding(
-            Severity.WARNING,
-            f"{format_bytes(free)} of {format_bytes(total)} are free in {_SHARED}",
-            "NCCL and data loaders with workers fail with `No space left on device`, or a bus error, when it is full",
-            f"remove files of programs that have ended: `ls -lt {_SHARED}`",
-        )
+        what = f"{format_bytes(free)} of {format_bytes(total)} are free in {_SHARED}"
+        why = "NCCL and data loaders with workers fail with `No space left on device`, or a bus error, when it is full"
+        fix = f"remove files of programs that have ended: `ls -lt {_SHARED}`"
+        yield Finding(Severity.WARNING, what, why, fix)

@@ -76,12 +76,9 @@ def _check_costly(settings: Mapping[str, tuple[str, str]]) -> Iterator[Finding]:
         value, origin = settings.get(name, ("", ""))
         if value and re.fullmatch(pattern, value.strip()):
             action = f"remove it from {origin[5:-1]}" if origin else f"unset {name}"
-            yield Finding(
-                Severity.WARNING,
-                f"{name}={value}{origin} slows training or hides failures",
-                why,
-                f"{action}, unless it is a workaround for a known problem",
-            )
+            what = f"{name}={value}{origin} slows training or hides failures"
+            fix = f"{action}, unless it is a workaround for a known problem"
+            yield Finding(Severity.WARNING, what, why, fix)
 
 
 EFFECTS: dict[str, str] = tomllib.loads(Path(__file__).with_name("nccl_variables.toml").read_text(encoding="utf-8"))

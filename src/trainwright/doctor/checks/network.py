@@ -144,12 +144,10 @@ def _check_dead(interfaces: list[Interface]) -> Iterator[Finding]:
 def _check_failing(interfaces: list[Interface]) -> Iterator[Finding]:
     for one in interfaces:
         if one.packets and one.failed > _ERRORS * one.packets:
-            yield Finding(
-                Severity.WARNING,
-                f"{one.name} had errors in {one.failed / one.packets:.2%} of its packets since the machine started",
-                "every lost packet is sent again, which delays collectives",
-                f"`ethtool -S {one.name}` says which; replace the cable, compare the MTU with the switch",
-            )
+            what = f"{one.name} had errors in {one.failed / one.packets:.2%} of its packets since the machine started"
+            why = "every lost packet is sent again, which delays collectives"
+            fix = f"`ethtool -S {one.name}` says which; replace the cable, compare the MTU with the switch"
+            yield Finding(Severity.WARNING, what, why, fix)
 
 
 def _check_machine_name() -> Iterator[Finding]:
@@ -157,20 +155,16 @@ def _check_machine_name() -> Iterator[Finding]:
     try:
         address = socket.gethostbyname(name)
     except OSError as error:
-        yield Finding(
-            Severity.WARNING,
-            f"the name of this machine, {name}, cannot be resolved: {error.strerror or error}",
-            "programs that connect to their own machine by its name fail, torchrun among them",
-            f"add a line to /etc/hosts: ADDRESS {name}",
-        )
+        what = f"the name of this machine, {name}, cannot be resolved: {error.strerror or error}"
+        why = "programs that connect to their own machine by its name fail, torchrun among them"
+        fix = f"add a line to /etc/hosts: ADDRESS {name}"
+        yield Finding(Severity.WARNING, what, why, fix)
         return
     if address.startswith("127."):
-        yield Finding(
-            Severity.NOTE,
-            f"the name of this machine, {name}, resolves to the loopback interface ({address})",
-            "with several nodes, a rendezvous at this name can be reached only from this machine",
-            f"name node 0 by its address (--rendezvous ADDRESS:PORT), or give {name} its address in /etc/hosts",
-        )
+        what = f"the name of this machine, {name}, resolves to the loopback interface ({address})"
+        why = "with several nodes, a rendezvous at this name can be reached only from this machine"
+        fix = f"name node 0 by its address (--rendezvous ADDRESS:PORT), or give {name} its address in /etc/hosts"
+        yield Finding(Severity.NOTE, what, why, fix)
 
 
 def _check_adapters(root: Path = _INFINIBAND) -> Iterator[Finding]:
@@ -179,12 +173,10 @@ def _check_adapters(root: Path = _INFINIBAND) -> Iterator[Finding]:
         physical = read_text(state.with_name("phys_state")).strip()
         if text and "ACTIVE" not in text and "Disabled" not in physical:
             adapter, port = state.parts[-4], state.parts[-2]
-            yield Finding(
-                Severity.WARNING,
-                f"dead interface: InfiniBand adapter {adapter}, port {port}, is {text.partition(': ')[2] or text}",
-                "NCCL uses the others, or the slower Ethernet, without a message",
-                f"`ibstat {adapter}`: check the cable and the switch; or exclude it: NCCL_IB_HCA=^{adapter}",
-            )
+            what = f"dead interface: InfiniBand adapter {adapter}, port {port}, is {text.partition(': ')[2] or text}"
+            why = "NCCL uses the others, or the slower Ethernet, without a message"
+            fix = f"`ibstat {adapter}`: check the cable and the switch; or exclude it: NCCL_IB_HCA=^{adapter}"
+            yield Finding(Severity.WARNING, what, why, fix)
 
 
 _DEFAULT = 29500  # of torchrun and Accelerate
@@ -266,9 +258,7 @@ def _check_loopback() -> Iterator[Finding]:
     except OSError as error:
         problem = error.strerror or str(error)
     if problem is not None:
-        yield Finding(
-            Severity.BROKEN,
-            f"the loopback interface does not work: {problem}",
-            "processes of one machine connect to each other at 127.0.0.1",
-            "`ip link set lo up` (as root), and allow connections from lo in the firewall",
-        )
+        what = f"the loopback interface does not work: {problem}"
+        why = "processes of one machine connect to each other at 127.0.0.1"
+        fix = "`ip link set lo up` (as root), and allow connections from lo in the firewall"
+        yield Finding(Severity.BROKEN, what, why, fix)

@@ -103,12 +103,10 @@ def _describe_failed_import(ended: subprocess.CompletedProcess[str]) -> Finding:
 
 def _check_build(values: dict[str, Any], gpus: int) -> Iterator[Finding]:
     if gpus and not values["capabilities"]:
-        yield Finding(
-            Severity.BROKEN,
-            f"torch {values['version']} finds none of the {gpus} GPUs that the driver shows",
-            "its CUDA cannot be initialized: the driver's library and its kernel module may differ after an update",
-            "compare `nvidia-smi` with `cat /proc/driver/nvidia/version`, and restart the machine after an update",
-        )
+        what = f"torch {values['version']} finds none of the {gpus} GPUs that the driver shows"
+        why = "its CUDA cannot be initialized: the driver's library and its kernel module may differ after an update"
+        fix = "compare `nvidia-smi` with `cat /proc/driver/nvidia/version`, and restart the machine after an update"
+        yield Finding(Severity.BROKEN, what, why, fix)
     kernels = {int(match[1]) for name in values["kernels"] if (match := re.match(r"(?:sm|compute)_(\d+)", name))}
     for major, minor in sorted({tuple(capability) for capability in values["capabilities"]}):
         # Kernels of the same major version run, and intermediate code of any earlier one is compiled.
@@ -117,21 +115,16 @@ def _check_build(values: dict[str, Any], gpus: int) -> Iterator[Finding]:
             and not any(k // 10 == major and k % 10 <= minor for k in kernels)
             and not any(name.startswith("compute_") and int(name[8:]) // 10 <= major for name in values["kernels"])
         ):
-            yield Finding(
-                Severity.BROKEN,
-                f"wrong torch build: {values['version']} has no kernels for compute capability {major}.{minor}",
-                "the first operation on the GPU fails with `no kernel image is available`",
-                f"install a build of torch whose list has sm_{major}{minor}: https://pytorch.org/get-started/locally",
-            )
+            what = f"wrong torch build: {values['version']} has no kernels for compute capability {major}.{minor}"
+            why = "the first operation on the GPU fails with `no kernel image is available`"
+            fix = f"install a build of torch whose list has sm_{major}{minor}: https://pytorch.org/get-started/locally"
+            yield Finding(Severity.BROKEN, what, why, fix)
     backends = ("nccl",) if gpus > 1 else ("gloo",)
     for name in backends:
         if not values[name]:
-            yield Finding(
-                Severity.BROKEN,
-                f"wrong torch build: {values['version']} has no {name}",
-                "processes cannot exchange gradients",
-                _INSTALL,
-            )
+            what = f"wrong torch build: {values['version']} has no {name}"
+            why = "processes cannot exchange gradients"
+            yield Finding(Severity.BROKEN, what, why, _INSTALL)
 
 
 def _describe_torch(values: dict[str, Any]) -> Iterator[str]:
@@ -271,12 +264,10 @@ def _check_cuda(facts: list[str]) -> Iterator[Finding]:
     default = os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin/nvcc")
     nvcc = shutil.which("nvcc") or (default if os.path.exists(default) else None)
     if nvcc is None:
-        yield Finding(
-            Severity.NOTE,
-            "there is no nvcc",
-            "only extensions that are built on this machine need it, such as DeepSpeed's fused optimizers",
-            f"install the CUDA toolkit {version} if you use one of them",
-        )
+        what = "there is no nvcc"
+        why = "only extensions that are built on this machine need it, such as DeepSpeed's fused optimizers"
+        fix = f"install the CUDA toolkit {version} if you use one of them"
+        yield Finding(Severity.NOTE, what, why, fix)
         return
     match = re.search(r"release (\d+)\.", _read_version([nvcc, "--version"]))
     facts.append(f"{nvcc}, CUDA {match[1] if match else 'unknown'}")

@@ -225,13 +225,8 @@ def scale_to_measured_blocks(
         expected_seconds = sum(estimate_block_seconds(sample.sizes, name, rates) for sample, name in pairs)
         seconds = sum(sample.seconds for sample in samples)
         factor = min(_MOST, max(_LEAST, seconds / expected_seconds))
-        in_step[precision] = replace(
-            typical,
-            products=typical.products * factor,
-            attention=typical.attention * factor,
-            traffic=typical.traffic * factor,
-            host=typical.host * factor,
-        )
+        scaled_values = {name: getattr(typical, name) * factor for name in ("products", "attention", "traffic", "host")}
+        in_step[precision] = replace(typical, **scaled_values)
     return replace(setting, in_step=in_step)
 
 

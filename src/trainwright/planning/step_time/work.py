@@ -86,12 +86,8 @@ class Pricing:
         self.precision = _PRECISION[precision]
         self.in_step = speeds.in_step.get(self.precision) or speeds.in_step.get("fp32", InStep())
         # Precision of products by the bytes of their results.
-        self._names = {
-            4: "tf32" if tf32 else "fp32",
-            2: self.precision if self.precision != "fp32" else "bf16",
-            1: "fp8",
-            0.5: "fp4",
-        }
+        half = "bf16" if self.precision == "fp32" else self.precision
+        self._names = {4: "tf32" if tf32 else "fp32", 2: half, 1: "fp8", 0.5: "fp4"}
         self._attention: dict[tuple[bool, int], float] = {}
         self._traffic: dict[tuple[str, int], float] = {}
 
