@@ -259,8 +259,8 @@ def limit_addresses(scene: Scene) -> None:
     halvable = scene.setting.halvable
     command = start_in_phase(scene, *halvable)
     _, worker = scene.draw_worker(command)
-    with open(f"/proc/{worker}/statm") as file:
-        size = int(file.read().split()[0]) * resource.getpagesize() + int(scene.variant) * 2**20
+    pages = int(Path(f"/proc/{worker}/statm").read_text().split()[0])
+    size = pages * resource.getpagesize() + int(scene.variant) * 2**20
     resource.prlimit(worker, resource.RLIMIT_AS, (size, size))
     result = scene.wait(command)
     scene.expect(result, (FINISHED, FAILED, MACHINE), "memory")

@@ -265,13 +265,8 @@ class Scene:
 
         A home is the trial's own only if the campaign has none.
         """
-        variables = {
-            "TMPDIR": str(self.temporary),
-            "TRAINWRIGHT_CACHE": str(cache),
-            "PYTHONUNBUFFERED": "1",
-            "NO_COLOR": "1",
-        }
-        return {"HOME": str(self.home), **self.setting.variables, **variables}
+        own = {"TMPDIR": str(self.temporary), "TRAINWRIGHT_CACHE": str(cache), "PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
+        return {"HOME": str(self.home), **self.setting.variables, **own}
 
     def _start_at(self, run: Path, overrides: Sequence[str]) -> Command:
         arguments = set_directory(self.asked(), run)

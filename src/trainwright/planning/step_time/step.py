@@ -304,24 +304,13 @@ def build_typical_batch(workload: Workload, choice: Choice) -> BatchShape:
     if workload.packed:
         tokens = round(min(limit, _count_process_tokens(workload, choice) / choice.gradient_accumulation_steps))
         sequences = _build_sequences(max(1, tokens), workload)
-        return BatchShape(
-            rows=1,
-            length=max(1, tokens),
-            sequences=sequences,
-            targets=workload.targets(tokens, sum(count for _, count in sequences)),
-            packed=True,
-            masked=False,
-        )
+        targets = workload.targets(tokens, sum(count for _, count in sequences))
+        return BatchShape(1, max(1, tokens), sequences, targets, packed=True, masked=False)
     rows = max(1, min(choice.micro_batch_size, math.ceil(workload.global_batch_rows / choice.num_processes)))
     length = round(_estimate_padded_length(workload, rows))
-    return BatchShape(
-        rows=rows,
-        length=length,
-        sequences=((length, rows),),
-        targets=workload.targets(round(rows * workload.mean_length), rows),
-        packed=False,
-        masked=rows > 1 and workload.longest > workload.mean_length,
-    )
+    targets = workload.targets(round(rows * workload.mean_length), rows)
+    masked = rows > 1 and workload.longest > workload.mean_length
+    return BatchShape(rows, length, ((length, rows),), targets, packed=False, masked=masked)
 
 
 def _count_process_tokens(workload: Workload, choice: Choice) -> float:
