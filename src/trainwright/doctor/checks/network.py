@@ -187,7 +187,9 @@ _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
 def check_ports(context: CheckContext) -> CheckResult:
     """Listen on every port for a moment, and exchange a byte over the loopback interface."""
-    explicit_ports = context.ports or _read_port_variable(context)
+    text = context.variables.get("MASTER_PORT", "").strip()
+    chosen_ports = (int(text),) if text.isdigit() and 0 < int(text) < 65536 else ()
+    explicit_ports = context.ports or chosen_ports
     ports = explicit_ports or (_DEFAULT,)
     severity = Severity.BROKEN if explicit_ports else Severity.WARNING
     busy = {port: holder for port in ports if (holder := _find_port_holder(port)) is not None}
@@ -195,11 +197,6 @@ def check_ports(context: CheckContext) -> CheckResult:
     free = [str(port) for port in ports if port not in busy]
     facts = [f"port {', '.join(free)} free"] if free else []
     return CheckResult(tuple(facts), (*findings, *_check_loopback()))
-
-
-def _read_port_variable(context: CheckContext) -> tuple[int, ...]:
-    text = context.variables.get("MASTER_PORT", "").strip()
-    return (int(text),) if text.isdigit() and 0 < int(text) < 65536 else ()
 
 
 def _find_port_holder(port: int) -> str | None:

@@ -178,7 +178,9 @@ class Route:
 
     def _run_backward(self, order: Order) -> None:
         notes, flow, last = self.backward, self._flow, len(order.units) - 1
-        ends, begins = _find_end_units(order.units), _find_first_moments(order.gradients)
+        ends = _find_end_units(order.units)
+        # The indices in `_build_levels` of the first moment of each kind of unit.
+        begins = [1 + 2 * begin for begin in accumulate(map(len, order.gradients), initial=0)]
         for unit in range(last, -1, -1):
             notes.add(flow.backward(unit), 2 * unit, loss=unit == last)
             kind = order.units[unit]
@@ -248,11 +250,6 @@ def _build_levels(model: SizedModel, offloads: bool) -> tuple[_Levels, _Levels, 
 
 def _accumulate_changes(changes: list[int]) -> list[int]:
     return list(accumulate(changes, initial=0))
-
-
-def _find_first_moments(gradients: tuple[tuple[str, ...], ...]) -> list[int]:
-    """Return the index in `_build_levels` of the first moment of each kind of unit."""
-    return [1 + 2 * begin for begin in _accumulate_changes([len(names) for names in gradients])]
 
 
 def _find_peak(part: PassTrace[int]) -> int:

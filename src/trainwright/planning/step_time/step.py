@@ -138,7 +138,7 @@ class _Step:
         recomputation = sum(backward, DeviceWork()) - sum(once, DeviceWork())
         update = self._update()
         total_work = (pass_work + recomputation + ends + reference) * passes_a_step
-        matrices = self._count_block_matrices()
+        matrices = max((sum(len(p.shape) > 1 for p in unit.parameters) for unit in blocks), default=1)
         exchange = Exchange(choice, self.rates, choice.width, self.per_node, self.speeds.overlap, matrices)
         waiting_for_python = max(0.0, total_work.launches * self.speeds.launch - total_work.seconds)
         saved_bytes = sum(size for unit in blocks for size in unit.forward.saved)
@@ -212,11 +212,6 @@ class _Step:
             UnitWork(*count, before.seconds, after.seconds)
             for count, before, after in zip(counts, forward, backward, strict=True)
         ]
-
-    def _count_block_matrices(self) -> int:
-        """Return the largest number of matrices of a block."""
-        units = self.trace.list_units()[1:-1]
-        return max((sum(len(p.shape) > 1 for p in unit.parameters) for unit in units), default=1)
 
     def _update(self) -> Update:
         spec = OPTIMIZERS.get(self.workload.optimizer)

@@ -257,18 +257,14 @@ def list_parameters(model: TracedModel) -> tuple[tuple[TracedParameter, ...], ..
 @lru_cache(maxsize=64)
 def trace_modules(model: TracedModel) -> ModelTrace[Size]:
     """Return the units of a model, without their passes."""
-    if (values := store.read_value(key := build_modules_key(model), model.configuration)) is None:
+    key = store.hash_key(["modules", _select_differing(model)])
+    if (values := store.read_value(key, model.configuration)) is None:
         from trainwright.planning.trace.tracing import trace_without_passes
 
         with _use_one_thread():
             values = store.to_json(trace_without_passes(model))
         store.write_value(key, values)
     return store.from_json(values)
-
-
-def build_modules_key(model: TracedModel) -> str:
-    """Return the name under which the units of a model are stored without their passes."""
-    return store.hash_key(["modules", _select_differing(model)])
 
 
 def _select_differing(value: Any) -> Any:

@@ -90,7 +90,8 @@ def _trace_at_scale(
     batches = [build_batch(sample, vocabulary) for sample in shapes]
     division = Division(built.blocks, request.model.last_block, on_gpu=request.device.is_gpu)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        built = _make_fake(built, division)
+        fakes = to_fake(built.lm, [block for n, block in enumerate(built.blocks) if division.stand_in[n] != n])
+        built = built._replace(names={fakes.get(id(p), p): name for p, name in built.names.items()})
         recorders: list[Recorder] = []
         for parameter in built.names:
             if parameter.requires_grad:
@@ -130,11 +131,6 @@ def _measure_error(
 def _find_most_and_last(segment: Segment) -> tuple[int, int]:
     live = [*accumulate(map(_compute_change, segment.events), initial=0)]
     return max(live), live[-1]
-
-
-def _make_fake(built: Built, division: Division) -> Built:
-    fakes = to_fake(built.lm, [block for n, block in enumerate(built.blocks) if division.stand_in[n] != n])
-    return built._replace(names={fakes.get(id(p), p): name for p, name in built.names.items()})
 
 
 def _run(
