@@ -422,9 +422,8 @@ def tokenize(
     shards = format_plural(len(about["shards"]), "shard")
     say(
         f"{out}: {format_plural(about['tokens'], 'token')} ({about['dtype']}) of "
-        f"{format_plural(about['documents'], 'document')}, "
-        f"{about['characters'] / max(1, about['tokens']):.2f} characters per token, {shards}, "
-        f"in {seconds:.1f} s"
+        f"{format_plural(about['documents'], 'document')}, {about['characters'] / max(1, about['tokens']):.2f} "
+        f"characters per token, {shards}, in {seconds:.1f} s"
     )
     for note in about.get("notes", ()):
         say(note)

@@ -318,8 +318,7 @@ def check_saved(
     if total > free:
         return (
             f"{directory} was not compared with the trained model: it has {format_bytes(total)}, and "
-            f"{format_bytes(free)} of memory "
-            "are free"
+            f"{format_bytes(free)} of memory are free"
         )
     loaded_model = read_causal(directory, dtype="auto")
     stored_dtype = loaded_model.config.dtype

@@ -57,8 +57,7 @@ def use_float8(blocks: Iterable[nn.Module], scales: str) -> int:
 
 def multiply_float8(x: torch.Tensor, weight: torch.Tensor, scales: str) -> torch.Tensor:
     """Return the product of rows [T, I] with a weight [O, I], transposed. ``scales``: as above, but not "no"."""
-    result: torch.Tensor = _KINDS[scales][0].apply(x, weight)
-    return result
+    return _KINDS[scales][0].apply(x, weight)
 
 
 def _apply_linear(layer: Any, x: torch.Tensor) -> torch.Tensor:

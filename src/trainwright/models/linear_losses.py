@@ -143,10 +143,7 @@ def linear_cross_entropy(
     Returns:
         The sum in nats, fp32 scalar, which the caller divides by a weight.
     """
-    total: torch.Tensor = _LinearCrossEntropy.apply(
-        head.hidden, head.weight, head.bias, targets, head, target_weights, terms
-    )
-    return total
+    return _LinearCrossEntropy.apply(head.hidden, head.weight, head.bias, targets, head, target_weights, terms)
 
 
 @torch.no_grad()
@@ -431,10 +428,7 @@ def linear_logit_loss(
     Returns:
         Scalar, [N], [N] in nats; only the sum is differentiable, with respect to the hidden states and the head.
     """
-    losses: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _LinearLogitLoss.apply(
-        head.hidden, head.weight, head.bias, targets, loss, head, teacher
-    )
-    return losses
+    return _LinearLogitLoss.apply(head.hidden, head.weight, head.bias, targets, loss, head, teacher)
 
 
 class _LinearLogitLoss(torch.autograd.Function):

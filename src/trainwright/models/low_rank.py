@@ -53,12 +53,10 @@ def _forward(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Ten
     off = args or kwargs or self.disable_adapters or self.merged or not names or not torch.is_grad_enabled()
     dtypes = {matrix.dtype for matrix in (*matrices, x if isinstance(base, QuantizedLinear) else base.weight)}
     if off or base.weight.requires_grad or dtypes != {x.dtype}:
-        plain: torch.Tensor = type(self).forward(self, x, *args, **kwargs)
-        return plain
+        return type(self).forward(self, x, *args, **kwargs)
     expand = base.expand if isinstance(base, QuantizedLinear) else None
     how = _How(expand, tuple(self.scaling[name] for name in names))
-    result: torch.Tensor = _Joined.apply(x, base.weight, base.bias, how, *matrices)
-    return result
+    return _Joined.apply(x, base.weight, base.bias, how, *matrices)
 
 
 class _How(NamedTuple):

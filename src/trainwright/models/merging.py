@@ -117,8 +117,7 @@ def _load_with_adapter(
     else:
         model = load_model(section, dtype, seed, tokenizer)
     attach_adapter(model, section, seed)
-    adapted_model: PreTrainedModel = model.eval()
-    return adapted_model
+    return model.eval()
 
 
 def _iterate_merged_tensors(
@@ -153,8 +152,7 @@ def _compute_merged_weight(layer: Any) -> torch.Tensor:
     parameter.data = original.to(torch.float32, copy=True)
     try:
         layer.merge()
-        weight: torch.Tensor = parameter.data
-        return weight
+        return parameter.data
     finally:
         layer.merged_adapters.clear()
         parameter.data = original

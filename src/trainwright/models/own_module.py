@@ -94,15 +94,11 @@ class OwnModel(PreTrainedModel, GenerationMixin):
 
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the head of a module that returns hidden states; None if it returns logits."""
-        head: nn.Module | None = getattr(self.module, "get_output_embeddings", lambda: None)()
-        return head
+        return getattr(self.module, "get_output_embeddings", lambda: None)()
 
     def outputs(self, input_ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
         """Return what the module gives for ``input_ids`` [B, L]: hidden states or logits."""
-        output: torch.Tensor = self.module(
-            input_ids, **{key: arguments[key] for key in arguments if key in self._takes}
-        )
-        return output
+        return self.module(input_ids, **{key: arguments[key] for key in arguments if key in self._takes})
 
     def forward(
         self,

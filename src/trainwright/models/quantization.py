@@ -119,8 +119,7 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Multiply by the dequantized weights."""
-        product: torch.Tensor = _Product.apply(input, self.weight, self.bias, self.expand)
-        return product
+        return _Product.apply(input, self.weight, self.bias, self.expand)
 
     def expand(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the dequantized weight [out, in] of the bits ``weight``."""

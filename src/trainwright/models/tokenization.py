@@ -167,8 +167,7 @@ def load_trained_tokenizer(name: str) -> PreTrainedTokenizerFast:
     def find() -> PreTrainedTokenizerFast | None:
         if not (directory / "tokenizer.json").exists():
             return None
-        tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-        return tokenizer
+        return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
 
     with explain_cache_errors(directory):
         tokenizer = build_once(

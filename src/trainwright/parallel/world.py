@@ -84,8 +84,7 @@ class World:
         """Return the values of every rank, in rank order, on every rank; all ranks must pass the same number."""
         if self.size == 1:
             return [values]
-        rows: list[list[float]] = self.gather_rows(copy_to_device(_to_float64_tensor(values), self.device)).tolist()
-        return rows
+        return self.gather_rows(copy_to_device(_to_float64_tensor(values), self.device)).tolist()
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         """Return the vectors of every rank [size, n], in rank order, on every rank; the host does not wait."""

@@ -135,8 +135,7 @@ def check_prepared(recipe: RecipeSchema, prepared: PreparedData, cache: Path) ->
 
 def count_embeddings(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the number of tokens that the model has embeddings for."""
-    size: int = load_config(section, tokenizer).get_text_config().vocab_size
-    return size
+    return load_config(section, tokenizer).get_text_config().vocab_size
 
 
 def check_tokens(recipe: RecipeSchema, datasets: Sequence[TokenDataset], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -459,8 +458,7 @@ def fingerprint(weights: Iterable[tuple[str, torch.Tensor]], leave_out: Collecti
     for name, tensor in weights:
         if world.is_main and name not in leave_out:
             digest.update(f"{name} {_compute_bit_sums(tensor)}".encode())
-    result: str = world.broadcast(digest.hexdigest()[:32])
-    return result
+    return world.broadcast(digest.hexdigest()[:32])
 
 
 def _compute_bit_sums(tensor: torch.Tensor) -> list[int]:

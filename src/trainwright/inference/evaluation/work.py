@@ -248,8 +248,7 @@ def _check_prompt_lengths(encoded: EncodedRows, rows: EvaluationRows, positions:
         if positions is not None and len(prompt) >= positions:
             raise RequestError(
                 f"{key}: {rows.location(row)}: its question has {format_plural(len(prompt), 'token')}, but the model "
-                "has only "
-                f"{positions:,} positions; shorten or remove the row"
+                f"has only {positions:,} positions; shorten or remove the row"
             )
 
 

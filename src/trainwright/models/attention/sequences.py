@@ -41,8 +41,7 @@ class Sequences:
     @cached_property
     def edges(self) -> list[int]:
         """Where each sequence begins, and the number of tokens."""
-        edges: list[int] = self._host.tolist()
-        return edges
+        return self._host.tolist()
 
     def in_chunks(self, size: int) -> Sequences:
         """Return the sequences with a cut after every ``size`` tokens of each."""
@@ -51,16 +50,14 @@ class Sequences:
             cut = [position for begin, end in itertools.pairwise(self.edges) for position in range(begin, end, size)]
             chunks = torch.tensor([*cut, self.edges[-1]], dtype=torch.int32)
             self._chunked[key] = Sequences(chunks, min(size, self.longest), self.boundaries.device)
-        chunked_sequences: Sequences = self._chunked[key]
-        return chunked_sequences
+        return self._chunked[key]
 
     def block_mask(self, window: int | None) -> BlockMask:
         """Return the allowed pairs of tokens for flex_attention; a token attends to at most ``window`` tokens."""
         key = ("blocks", window)
         if key not in self._chunked:
             self._chunked[key] = _build_block_mask(self.edges, window, self.boundaries.device)
-        mask: BlockMask = self._chunked[key]
-        return mask
+        return self._chunked[key]
 
 
 def _build_block_mask(edges: Sequence[int], window: int | None, device: torch.device) -> BlockMask:

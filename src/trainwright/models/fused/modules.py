@@ -163,8 +163,7 @@ def _build_norm_forward(
         wide = in_blocks and hidden_states.element_size() > 2  # whose parts take more time than the whole
         more = others or named  # such as a gate, which recurrent blocks give their norms
         if more or weight.dtype != hidden_states.dtype or wide or _needs_own_operations(hidden_states, in_blocks):
-            result: torch.Tensor = own(self, hidden_states, *others, **named)
-            return result
+            return own(self, hidden_states, *others, **named)
         return norm(hidden_states, weight, eps, offset, rounded)[0]
 
     return forward
@@ -213,12 +212,10 @@ def _build_adding_block(block: Any, eps: float, offset: bool, rounded: bool) -> 
         # A strategy with hooks on every module gathers a norm's weight as the norm is called.
         fits = weight.dtype == hidden_states.dtype != torch.float64 and len(weight) == hidden_states.shape[-1]
         if args or not fits:
-            result: torch.Tensor = block.forward(self, hidden_states, *args, **kwargs)
-            return result
+            return block.forward(self, hidden_states, *args, **kwargs)
         attention_output, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         total, normal, _ = operators.add_rms_norm(attention_output, hidden_states, weight, eps, offset, rounded)
-        output: torch.Tensor = total + self.mlp(normal)
-        return output
+        return total + self.mlp(normal)
 
     return type(block.__name__, (block,), {"forward": forward, "__module__": block.__module__})
 
@@ -252,8 +249,7 @@ def _find_gated_formula(module: nn.Module) -> bool | None:
 
 def _build_gated_forward(silu: bool) -> Callable[..., torch.Tensor]:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down_proj(operators.gated(self.gate_proj(x), self.up_proj(x), silu))
-        return out
+        return self.down_proj(operators.gated(self.gate_proj(x), self.up_proj(x), silu))
 
     return forward
 

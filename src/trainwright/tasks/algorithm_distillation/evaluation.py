@@ -267,8 +267,7 @@ def average_best_copies(returns: Returns, count: int) -> Returns | None:
     if returns.shape[1] < 2 or returns.shape[2] < 2 * count:
         return None
     copy_indices = returns[..., -2 * count : -count].mean(-1).argmax(1)
-    best: Returns = in_context.mean_over_last(returns, count)[np.arange(len(returns)), copy_indices]
-    return best
+    return in_context.mean_over_last(returns, count)[np.arange(len(returns)), copy_indices]
 
 
 def _draw(arrays: Mapping[str, Any], path: Path) -> None:

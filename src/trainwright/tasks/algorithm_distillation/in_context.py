@@ -143,8 +143,7 @@ def play(
         heartbeat.report_progress()
         if not full_length and bool((episode == episodes).all()):
             break
-    returns_of_episodes: Returns = returns[:, :episodes].cpu().numpy()
-    return returns_of_episodes
+    return returns[:, :episodes].cpu().numpy()
 
 
 def choose_context_stride(shape: HistoryShape, horizon: int) -> int:
@@ -217,8 +216,7 @@ def build_first_step(states: torch.Tensor, actions: int) -> Steps:
 
 def mean_over_last(returns: Returns, episodes: int) -> Returns:
     """Return the mean return of the last episodes of every copy [...]."""
-    mean: Returns = returns[..., -episodes:].mean(-1)
-    return mean
+    return returns[..., -episodes:].mean(-1)
 
 
 class Context:
@@ -261,8 +259,7 @@ class Context:
             hidden = model.decode_tokens(model.tokens(step), self._cache)
         else:
             hidden = model.decode_tokens(self._tokens(model))
-        logits: torch.Tensor = model.act(hidden[:, -1])
-        return logits
+        return model.act(hidden[:, -1])
 
     def _begin(self, model: HistoryModel) -> None:
         if self._shape.latents:

@@ -306,8 +306,7 @@ class HistoryModel(nn.Module):
             tokens = block(tokens, rotation, cache)
         if cache is not None:
             cache.length += len(positions)
-        hidden: torch.Tensor = self.norm(tokens)
-        return hidden
+        return self.norm(tokens)
 
     def select_at_steps(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the hidden states that predict actions [n, t, width]."""
@@ -343,5 +342,4 @@ class HistoryModel(nn.Module):
     def compute_memory(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return latents from the hidden states of the queries, normalized to the scale of tokens."""
         assert self.memory_norm is not None
-        latents: torch.Tensor = self.memory_norm(hidden)
-        return latents
+        return self.memory_norm(hidden)

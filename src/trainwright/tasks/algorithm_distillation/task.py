@@ -187,8 +187,7 @@ class AlgorithmDistillation:
             "weights": "fresh weights",
             "data": [
                 f"{self._section.histories}: {format_plural(len(self._goals.train), 'task')} of "
-                f"{self._environment.name}, "
-                f"{format_plural(windows.steps, 'step')}{every}",
+                f"{self._environment.name}, {format_plural(windows.steps, 'step')}{every}",
                 f"{format_plural(len(windows), 'window')} of up to {format_plural(windows.cut.window, 'step')}, "
                 f"{targets} a target",
                 f"tried on {len(self._goals.tried)} other tasks",
@@ -272,9 +271,8 @@ def warn_of_short_context(section: AlgorithmDistillationSection, environment: En
         return None
     return (
         f"algorithm_distillation.context_length: {format_plural(section.context_length, 'step')} are less than an "
-        "episode of "
-        f"{environment.horizon}: the agent forgets each episode before the next one, so it hardly improves; use "
-        f"several episodes, such as {format_plural(4 * environment.horizon, 'step')}"
+        f"episode of {environment.horizon}: the agent forgets each episode before the next one, so it hardly improves; "
+        f"use several episodes, such as {format_plural(4 * environment.horizon, 'step')}"
     )
 
 
@@ -378,8 +376,7 @@ def find_goals(section: AlgorithmDistillationSection, environment: Environment, 
         if both:
             raise RequestError(
                 f"{_KEY}.train_tasks: {len(both)} of them are also test tasks, such as {_format_tasks(both)}; remove "
-                "them, "
-                f"or set {_KEY}.test_tasks to others"
+                f"them, or set {_KEY}.test_tasks to others"
             )
         missing = [task for task in training_tasks.tolist() if _key(task) not in index_of]
         if missing:
@@ -426,8 +423,7 @@ def _check_given_tasks(tasks: Sequence[Sequence[float]], environment: Environmen
     if unknown:
         raise RequestError(
             f"{_KEY}.{name}: {_format_tasks(unknown)} is not a task of {environment.name}; there are {len(all_tasks)} "
-            "tasks, "
-            f"such as {all_tasks[0].tolist()}"
+            f"tasks, such as {all_tasks[0].tolist()}"
         )
     return torch.tensor(tasks, dtype=all_tasks.dtype)
 

@@ -93,8 +93,7 @@ class UnlearnSection(Section):
     @property
     def facts(self) -> Objective:
         """The description of the objective."""
-        facts: Objective = OBJECTIVES.get(self.objective)
-        return facts
+        return OBJECTIVES.get(self.objective)
 
     @property
     def refuses(self) -> bool:
