@@ -70,7 +70,7 @@ def test_the_model_without_its_adapter_does_not_drop_out_as_a_reference(make: Ma
     lm = task._lm
     assert lm.reference is None
     lm.train()
-    with lm._frozen() as frozen:
+    with lm.open_reference() as frozen:
         assert frozen is lm
         assert not any(part.training for part in lm.model.modules())
         assert not torch.is_grad_enabled()

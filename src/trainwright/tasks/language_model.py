@@ -322,12 +322,15 @@ class LanguageModelTask:
 
     def describe(self) -> dict[str, Any]:
         """Return the fields of the `start` event: weights and data."""
-        return {
+        fields = {
             "weights": resolve(self._recipe.model).origin,
             "data": self._prepared.summary,
             "chats": not self._plain,
-            **({} if self._recipe.data.streaming is not None else _count_epoch(self._prepared.train)),
         }
+        if self._recipe.data.streaming is None:
+            train = self._prepared.train
+            fields |= {"epoch_examples": len(train), "epoch_tokens": train.token_count}
+        return fields
 
     def describe_example(self, index: int) -> str:
         """Describe an example of the stream briefly, for error messages."""
@@ -381,10 +384,6 @@ class LanguageModelTask:
         if directory is None:
             return None
         return check_saved(directory, self._checksums, tokens, expected_logits if same_logits else None)
-
-
-def _count_epoch(dataset: TokenDataset) -> dict[str, int]:
-    return {"epoch_examples": len(dataset), "epoch_tokens": dataset.token_count}
 
 
 class Sized(Protocol):

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -103,7 +103,9 @@ def collect(collection: Collection, processes: int, progress: Callable[[Collecti
     )
     _claim(collection)
     missing = [goal for goal in collection.goals if not _build_part_path(collection, goal).exists()]
-    groups = _group_goals(missing, processes, _count_goals_at_once(collection.source))
+    streams = int(collection.source["streams"])
+    goals_at_once = _GOALS_OF_PPO if collection.source["name"] == "ppo" else max(1, _STREAMS_OF_TABLES // streams)
+    groups = _group_goals(missing, processes, goals_at_once)
     try:
         if groups:
             _work(collection, groups, processes, progress)
@@ -157,11 +159,6 @@ def _read_request(collection: Collection) -> Any:
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
-def _count_goals_at_once(source: Mapping[str, Any]) -> int:
-    """Return the number of goals that learn at once in a process."""
-    return _GOALS_OF_PPO if source["name"] == "ppo" else max(1, _STREAMS_OF_TABLES // int(source["streams"]))
-
-
 def _group_goals(goals: list[int], processes: int, together: int) -> list[list[int]]:
     """Return groups of at most ``together`` goals, as even as possible, and enough of them for all processes."""
     if not goals:
@@ -172,7 +169,6 @@ def _group_goals(goals: list[int], processes: int, together: int) -> list[list[i
 
 
 def _iterate_parts(collection: Collection, environment: Environment) -> Iterator[tuple[int, History]]:
-    """Yield the finished goals, each read when it is needed."""
     for goal in sorted(collection.goals):
         with Histories(_build_part_path(collection, goal), environment) as part:
             yield goal, part.goal(0)

@@ -81,12 +81,9 @@ def evaluate_model(
         agents = Agents(context, seeds.to(world.device), trial.temperature, trial.greedy_after)
 
         def policy(step: Steps) -> torch.Tensor:
-            def use(model: HistoryModel) -> torch.Tensor:
-                return agents.actions(model, step)
-
             if every_step is not None:
                 every_step()
-            return module(use=use)
+            return module(use=lambda model: agents.actions(model, step))
 
         own_tasks = tasks[torch.tensor(mine) // trial.copies]
         # Compiled blocks would be recompiled for every length of the context.
@@ -298,7 +295,6 @@ class Context:
             model.decode_tokens(self._tokens(model), self._cache)
 
     def _tokens(self, model: HistoryModel) -> torch.Tensor:
-        """Return all tokens of the context."""
         parts = [] if self._before is None else [self._before]
         if self._steps is not None:
             parts.append(model.tokens(self._steps))

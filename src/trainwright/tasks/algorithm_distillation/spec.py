@@ -250,14 +250,6 @@ def _needs(recipe: RecipeSchema) -> Needs:
     return Needs(own_model=TaskModel(config, tokens, target_share, assumption))
 
 
-def _fill(values: dict[str, Any]) -> dict[str, Any]:
-    return {**WITHOUT_TEXTS, **values}
-
-
-def _describe_inputs(recipe: RecipeSchema) -> tuple[str, str]:
-    return "a fresh transformer", recipe.own(AlgorithmDistillationSection).histories
-
-
 def _check(recipe: RecipeSchema) -> Iterator[Contradiction]:
     """Yield contradictions between the section and the task, and within the section."""
     section = recipe.own(AlgorithmDistillationSection)
@@ -364,9 +356,9 @@ SPEC = TaskSpec(
     section_description="Histories, model and loss; only with `task: algorithm_distillation`, which has no sections "
     "model and data.",
     check=_check,
-    fill=_fill,
+    fill=lambda values: {**WITHOUT_TEXTS, **values},
     needs=_needs,
-    inputs=_describe_inputs,
+    inputs=lambda recipe: ("a fresh transformer", recipe.own(AlgorithmDistillationSection).histories),
     reads_texts=False,
     keeps_best=False,  # the loss of predicted actions does not show how well an agent learns in context
     examples=("algorithm_distillation.histories", "the file, or what windows are cut from it,"),

@@ -235,7 +235,8 @@ class Mismatched(TokenDataset):
         Raises:
             RequestError: all prompts are the same; ``key`` is that of the source.
         """
-        prompts = np.asarray([_prompt_length(dataset, d) for d in range(dataset.sequence_count)], dtype=np.int64)
+        targets = (dataset.sequence(d)[1] for d in range(dataset.sequence_count))
+        prompts = np.asarray([1 + np.argmax(flags[1:]) for flags in targets], dtype=np.int64)  # before the first target
         return cls(
             dataset.tokens,
             dataset.targets,
@@ -267,11 +268,6 @@ class Mismatched(TokenDataset):
     def sequence_targets(self, sequence: int) -> int:
         """Return the number of targets of one sequence."""
         return int(np.count_nonzero(self.sequence(sequence)[1][1:]))
-
-
-def _prompt_length(dataset: TokenDataset, sequence: int) -> int:
-    """Return the number of tokens of a sequence before its first target."""
-    return 1 + int(np.argmax(dataset.sequence(sequence)[1][1:]))
 
 
 def _choose_others(dataset: TokenDataset, prompts: npt.NDArray[np.int64], key: str) -> npt.NDArray[np.int64]:

@@ -58,10 +58,6 @@ def _check(recipe: RecipeSchema) -> Iterator[Contradiction]:
         yield Contradiction(("evaluate.metrics", "task"), why)
 
 
-def _needs(recipe: RecipeSchema) -> Needs:
-    return Needs(full=recipe.own(PretrainSection).windows == "contiguous")
-
-
 SPEC = TaskSpec(
     name="pretrain",
     summary="language modeling on a text corpus",
@@ -70,7 +66,7 @@ SPEC = TaskSpec(
     section_description="How to divide the corpus into examples; only with `task: pretrain`.",
     check=_check,
     fill=_fill,
-    needs=_needs,
+    needs=lambda recipe: Needs(full=recipe.own(PretrainSection).windows == "contiguous"),
     corpus=True,
     streams=True,
     no_validation_rows="a pretraining run, whose validation loss is in its events; name other rows",

@@ -51,10 +51,6 @@ def _check(recipe: RecipeSchema) -> Iterator[Contradiction]:
             yield Contradiction((f"sft.{key}", "sft.loss"), "has an effect with loss eaft only; set it, or remove this")
 
 
-def _needs(recipe: RecipeSchema) -> Needs:
-    return Needs(of_losses=recipe.own(SftSection).loss != "nll")
-
-
 SPEC = TaskSpec(
     name="sft",
     summary="supervised fine-tuning on conversations or text",
@@ -63,7 +59,7 @@ SPEC = TaskSpec(
     section_description="Loss of fine-tuning; only with `task: sft`.",
     rows=lambda recipe, key: "any",
     streams=True,
-    needs=_needs,
+    needs=lambda recipe: Needs(of_losses=recipe.own(SftSection).loss != "nll"),
     check=_check,
     also_called=("finetune", "finetuning", "instruct", "supervised"),
 )

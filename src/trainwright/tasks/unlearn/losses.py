@@ -186,7 +186,8 @@ class UnlearnLosses:
         indices = find_target_indices(batch, {role}, skip)
         teacher = None
         if loss is _compute_divergence or self._section.facts.reference == "logits":
-            teacher = lm.compute_reference_head(select_role_sequences(batch, {role}))
+            with lm.open_reference() as reference:
+                teacher = reference.head(select_role_sequences(batch, {role}))
         targets = batch.targets.index_select(0, indices)
         total, loss_values, losses = linear_logit_loss(_select_targets(head, indices), targets, loss, teacher)
         if not skip:
@@ -208,10 +209,10 @@ class UnlearnLosses:
         sums.forget = forgotten.detach()
         total = forget * forgotten
         if self._retain_loss == "activations":
-            frozen = lm.compute_reference_activations(select_role_sequences(batch, {RETAIN}))
-            retain_loss = _sum_means(
-                batch, activation_distance(at.index_select(0, find_target_indices(batch, {RETAIN})), frozen), RETAIN
-            )
+            with lm.open_reference() as reference:
+                frozen = reference.compute_activations(select_role_sequences(batch, {RETAIN}))
+            retained = at.index_select(0, find_target_indices(batch, {RETAIN}))
+            retain_loss = _sum_means(batch, activation_distance(retained, frozen), RETAIN)
             sums.retain = retain_loss.detach()
             total = total + retain * retain_loss
         elif self._retain_loss == "kl":

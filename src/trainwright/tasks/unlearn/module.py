@@ -90,22 +90,12 @@ class UnlearnLM(CausalLM):
         finally:
             self._speaks_for_reference = False
 
-    def compute_reference_head(self, batch: Batch) -> Head:
-        """Return the same as ``head`` for the reference."""
-        with self._frozen() as lm:
-            return lm.head(batch)
-
     def compute_activations(self, batch: Batch) -> torch.Tensor:
         """Return the output of the layer at every target [N, H], fp32 or higher; later blocks do not run."""
         assert self._layer is not None
         with keep_first_blocks(self.model, self.blocks(), self._layer + 1):
             self._compute_hidden(batch)
         return self.taken(batch)
-
-    def compute_reference_activations(self, batch: Batch) -> torch.Tensor:
-        """Return the same as ``compute_activations`` for the reference."""
-        with self._frozen() as lm:
-            return lm.compute_activations(batch)
 
     def _tap(self, block: nn.Module, inputs: Any, output: Any) -> None:
         self._tapped = output[0] if isinstance(output, tuple) else output
@@ -118,7 +108,7 @@ class UnlearnLM(CausalLM):
         return at.to(torch.promote_types(at.dtype, torch.float32))
 
     @contextmanager
-    def _frozen(self) -> Iterator[UnlearnLM]:
+    def open_reference(self) -> Iterator[UnlearnLM]:
         """Provide the reference, without gradients and dropout."""
         with torch.no_grad():
             if self.reference is not None:

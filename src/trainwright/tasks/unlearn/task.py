@@ -72,8 +72,11 @@ def prepare_once(recipe: RecipeSchema, cache: Path) -> int:
     tokenizer = prepare_model(recipe)
     check_reference(recipe, tokenizer)
     config = load_config(recipe.model, tokenizer)
-    if section.facts.of == "activations":
-        check_layer(section.value("layer"), count_layers(config))
+    if section.facts.of == "activations" and (layer := section.value("layer")) >= (blocks := count_layers(config)):
+        raise RequestError(
+            f"unlearn.layer: {layer} does not exist: the model has {blocks} blocks, 0 to {blocks - 1}; choose one of "
+            "the first half"
+        )
     if section.last_block is not None:
         freeze(build_empty_model(config), recipe.model, section.last_block)
     return len(prepare_rows(recipe, tokenizer, cache).prepared.train)
@@ -188,7 +191,8 @@ class Unlearning(ReferenceTask):
 
     def before_passes(self, passes: ForwardOnly, batch: GlobalBatch, *, validation: bool) -> None:
         """Count the tokens or answers of the whole global batch, which the two losses are averaged over."""
-        dataset = self._select_dataset(validation)
+        dataset = self._prepared.validation if validation else self._prepared.train
+        assert dataset is not None
         sequences = [
             (dataset.role(sequence), dataset.sequence_targets(sequence))
             for micro in batch.micro_batches
@@ -198,15 +202,8 @@ class Unlearning(ReferenceTask):
         self._counts = Counts.of(self._unlearn, sequences)
         self._pairs = sum(len(micro.examples) for micro in batch.micro_batches)
 
-    def _select_dataset(self, validation: bool) -> TokenDataset:
-        if not validation:
-            return self._prepared.train
-        assert self._prepared.validation is not None
-        return self._prepared.validation
-
     @property
     def _alpha(self) -> float:
-        """Return the current weight of the retain loss."""
         return float(self.state.get("alpha", self._unlearn.value("alpha")))
 
     def loss(self, module: nn.Module, micro: MicroBatch, device: torch.device) -> LossSum:
@@ -358,15 +355,6 @@ def _describe_pairs(pairs: TokenDataset, validation: TokenDataset | None) -> str
 
 
 Named = Iterable[tuple[str, torch.Tensor]]
-
-
-def check_layer(layer: int, blocks: int) -> None:
-    """Raise RequestError unless a model with ``blocks`` blocks has this layer."""
-    if layer >= blocks:
-        raise RequestError(
-            f"unlearn.layer: {layer} does not exist: the model has {blocks} blocks, 0 to {blocks - 1}; choose one of "
-            "the first half"
-        )
 
 
 def negate_change(

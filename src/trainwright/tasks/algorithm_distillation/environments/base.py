@@ -98,7 +98,9 @@ class VectorEnvironment(ABC):
         self.horizon = environment.horizon
         self.action_count = environment.action_count
         self.observation_size = environment.observation_size
-        self.seeds = _build_seeds(seed, self.copies).to(self.device)
+        if not isinstance(seed, torch.Tensor):
+            seed = torch.arange(self.copies) + (seed << 32)
+        self.seeds = seed.to(self.device, torch.int64)
         self.elapsed = torch.zeros(self.copies, dtype=torch.int64, device=self.device)
         self.final_observations = torch.zeros(self.copies, self.observation_size, dtype=torch.int64, device=self.device)
 
@@ -158,12 +160,6 @@ def check_counts(environment: str, **values: Any) -> None:
     for option, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise RequestError(f"environment {environment}: {option} is a whole number of at least 1, not {value}")
-
-
-def _build_seeds(seed: int | torch.Tensor, copies: int) -> torch.Tensor:
-    if isinstance(seed, torch.Tensor):
-        return seed.to(torch.int64)
-    return torch.arange(copies, dtype=torch.int64) + (seed << 32)
 
 
 class _BanditCopies(VectorEnvironment):

@@ -37,10 +37,6 @@ class Grid(Environment):
         """Return the start of episodes: the center."""
         return self.size // 2, self.size // 2
 
-    def _list_cells(self) -> torch.Tensor:
-        axis = torch.arange(self.size)
-        return torch.cartesian_prod(axis, axis)
-
     def _compute_distance(self, cells: torch.Tensor) -> torch.Tensor:
         return (cells - torch.tensor(self.start, device=cells.device)).abs().sum(dim=-1)
 
@@ -93,7 +89,8 @@ class Darkroom(Grid):
 
     def tasks(self) -> torch.Tensor:
         """Return all tasks of the environment, [n, p]."""
-        return self._list_cells()
+        axis = torch.arange(self.size)
+        return torch.cartesian_prod(axis, axis)
 
     def describe(self, task: torch.Tensor) -> str:
         """Describe a task by its goal."""

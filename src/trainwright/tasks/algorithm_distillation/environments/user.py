@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -124,9 +125,7 @@ class UserEnvironment(Environment):
         sample.close()
         self._limits = np.array(self.observation_counts)
         self.observation_kind = kind  # type: ignore[misc, assignment]
-        self.state_count = 1
-        for count in self.observation_counts:
-            self.state_count *= count
+        self.state_count = math.prod(self.observation_counts)
 
     def _list_action_values(self, entry_point: str, space: Any, bins: int | None) -> list[Any]:
         """Return what ``step`` of the class takes for every action."""

@@ -345,8 +345,10 @@ def prepare(request: EvaluationRequest, machine: Machine, processes: int, work: 
         if load_tokenizer(reference_model.section).get_vocab() != tokenizer.get_vocab():
             raise RequestError(f"--reference-model: {reference_model.origin} has another tokenizer than {model.origin}")
         reference_model.save(work / _OTHER)
-    encoder = ItemEncoder(tokenizer, _choose_max_length(request, model), KEY)
-    job = _build_job(names, sets, encoder, read_max_positions(model.section))
+    positions = read_max_positions(model.section)
+    limits = [limit for limit in (request.max_length, positions) if limit is not None]
+    encoder = ItemEncoder(tokenizer, min(limits, default=None), KEY)
+    job = _build_job(names, sets, encoder, positions)
     job.save(work)
     about = {"benchmark": benchmark.name, "metrics": names, "cut": encoder.cut, "notes": encoder.notes}
     (work / "about.json").write_text(json.dumps(about), encoding="utf-8")
@@ -481,9 +483,3 @@ def _list_notes(about: dict[str, Any], findings: Findings, unfinished: int, requ
                 f"the reference's log has {len(reference):,} rows of the forget set, but this evaluation has {rows:,}"
             )
     return notes
-
-
-def _choose_max_length(request: EvaluationRequest, model: UnloadedModel) -> int | None:
-    return min(
-        (size for size in (request.max_length, read_max_positions(model.section)) if size is not None), default=None
-    )

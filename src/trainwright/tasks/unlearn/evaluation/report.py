@@ -111,7 +111,7 @@ def log_of(findings: Findings, values: Mapping[str, Mapping[str, float]], about:
 
 def _build_set_part(findings: Findings, name: str, scores: SetScores) -> dict[str, Any]:
     right = [scores.paraphrases.get(number, answer) for number, answer in enumerate(scores.answers)]
-    part = {**_build_losses(scores.answers, "gt")}
+    part = _build_losses(scores.answers, "gt")
     if scores.wrong:
         wrong = [_build_losses(entry, "perturb") for entry in scores.wrong]
         part |= {key: _number_values([list(entry[key].values()) for entry in wrong]) for key in wrong[0]}
@@ -120,11 +120,9 @@ def _build_set_part(findings: Findings, name: str, scores: SetScores) -> dict[st
     if name in findings.answers:
         answers, references = findings.answers[name], findings.references[name]
         prompts = [item.prompt for item in findings.sets[name].items]
+        texts = list(map(list, zip(prompts, answers, references, strict=True)))
         recalls = [rouge_l(*pair, stem=True).recall for pair in zip(references, answers, strict=True)]
-        part["generated_text"] = _number_values(
-            [list(entry) for entry in zip(prompts, answers, references, strict=True)]
-        )
-        part["rougeL_recall"] = _number_values(recalls)
+        part |= {"generated_text": _number_values(texts), "rougeL_recall": _number_values(recalls)}
     return part
 
 

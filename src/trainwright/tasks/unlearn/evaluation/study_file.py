@@ -68,10 +68,6 @@ def _wrap_in_list(value: object) -> object:
     return value if isinstance(value, list) else [value]
 
 
-def _replace_none(value: object) -> object:
-    return {} if value is None else value
-
-
 ModelName = Annotated[str, StringConstraints(pattern=r"^[\w-]+$"), AfterValidator(_check_not_reserved)]
 
 
@@ -94,7 +90,7 @@ class Study(Section):
     benchmark: Annotated[list[Text], Field(min_length=1), BeforeValidator(_wrap_in_list)] = Field(
         description="A benchmark, as for eval --benchmark; of a list, the first whose directory exists."
     )
-    subset: Annotated[dict[Text, Count], BeforeValidator(_replace_none)] = Field(
+    subset: Annotated[dict[Text, Count], BeforeValidator(lambda value: {} if value is None else value)] = Field(
         {}, description="Number of first rows to use, by set; other sets are used in full. null: all sets in full."
     )
     known: list[Text] = Field(
@@ -374,16 +370,13 @@ def _write_tofu(study: Study, benchmark: Benchmark, part: str, directory: Path) 
     for name, size in study.subset.items():
         if size > (available := max(len(rows_of_sets[name]), len(training_rows.get(name, ())))):
             raise RequestError(f"subset.{name}: {size:,} rows requested, but the set has {available:,}; lower it")
-    retain = [*retain_rows, *(_select_question_answer(row) for name in study.known for row in rows_of_sets[name])]
+    known_rows = [row for name in study.known for row in rows_of_sets[name]]
+    retain = [*retain_rows, *({key: row[key] for key in ("question", "answer")} for row in known_rows)]
     _write(directory / f"{part}.jsonl", forget)
     _write(directory / f"{TOFU_SPLITS[part]}.jsonl", retain)
     _write(directory / "full.jsonl", [*retain, *forget])
     if "idk" in benchmark.training:
         shutil.copyfile(benchmark.training["idk"], directory / "idk.jsonl")
-
-
-def _select_question_answer(row: Row) -> Row:
-    return {"question": row["question"], "answer": row["answer"]}
 
 
 def _read_benchmark_rows(source: str, limit: int | None) -> list[Row]:
@@ -520,7 +513,6 @@ class _Plot:
 
     @property
     def of_quality(self) -> bool:
-        """Return whether the y axis is a p-value."""
         return self.forgotten[0] == "forget_quality"
 
 
