@@ -19,7 +19,7 @@ from trainwright.utils.text import draw, escape_controls, format_clause, format_
 
 if TYPE_CHECKING:
     from trainwright.data.check import Checked
-    from trainwright.data.rows.preparing import SourceCounts, Statistics
+    from trainwright.data.rows.preparing import Statistics
     from trainwright.data.stream.stream import Stream
     from trainwright.data.tokens.dataset import TokenDataset
     from trainwright.recipe.schema import RecipeSchema
@@ -236,16 +236,12 @@ def _load_recipe(source: str, overrides: list[str], model: str | None, max_lengt
     if model is None:
         raise RequestError(f"{source}: pass --model for its tokenizer and chat template, or pass a recipe (.yaml)")
     alone = f"model={{config: {{model_type: llama}}, tokenizer: {json.dumps(model)}}}"
-    about = alone if model == "bytes" or _is_tokenizer(Path(model)) else f"model.name={model}"
+    has_only_tokenizer = (Path(model) / "tokenizer.json").is_file() and not (Path(model) / "config.json").exists()
+    about = alone if model == "bytes" or has_only_tokenizer else f"model.name={model}"
     length = [f"data.max_length={max_length}"] if max_length is not None else []
     data = f"data={{train: {json.dumps(source)}, validation: null}}"
     tasks = [] if any(word.startswith("task=") for word in overrides) else ["task=sft"]
     return build_recipe([*tasks, about, data, *length, *overrides], "--model")
-
-
-def _is_tokenizer(directory: Path) -> bool:
-    """Return whether the directory has a tokenizer but no model."""
-    return (directory / "tokenizer.json").is_file() and not (directory / "config.json").exists()
 
 
 def _show_examples(console: Any, tokenizer: Any, stream: Stream[TokenDataset], count: int) -> None:
@@ -318,13 +314,6 @@ def _report(checks: list[Checked], max_length: int | None) -> None:
     say("ok")
 
 
-def _format_columns_not_kept(source: SourceCounts) -> str:
-    counts = source.not_kept.most_common()
-    return ", ".join(
-        name if count == source.rows else f"{name} ({format_plural(count, 'row')})" for name, count in counts
-    )
-
-
 def _show_statistics(statistics: Statistics, out: Path) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -339,10 +328,11 @@ def _show_statistics(statistics: Statistics, out: Path) -> None:
         if source.kept:
             say(f"  columns kept: {', '.join(source.kept)}")
         if source.not_kept:
-            say(
-                f"  columns not kept: {_format_columns_not_kept(source)}; --keep COLUMN writes one too, --map "
-                "COLUMN=FIELD uses it"
+            columns = ", ".join(
+                name if count == source.rows else f"{name} ({format_plural(count, 'row')})"
+                for name, count in source.not_kept.most_common()
             )
+            say(f"  columns not kept: {columns}; --keep COLUMN writes one too, --map COLUMN=FIELD uses it")
         if source.duplicates:
             differ = f"; a column not kept differs in {source.differing:,}" if source.differing else ""
             say(f"  {format_clause(source.duplicates, 'row', 'repeat an earlier one')}, left out{differ}")

@@ -375,19 +375,14 @@ def _is_optional_step(value: Any) -> bool:
     return value is None or _is_step(value)
 
 
-def _is_resumed_from(value: Any) -> bool:
-    return isinstance(value, str) or _is_optional_step(value)  # earlier versions wrote the checkpoint's path
-
-
 # Of fields with the same meaning in every kind of event.
 _BY_NAME: dict[str, _Check] = {
-    **{
-        "step": _is_optional_step,
-        "after_step": _is_optional_step,
-        "first": _is_step,
-        "max_steps": _is_step,
-        "resumed_from": _is_resumed_from,
-    },
+    "step": _is_optional_step,
+    "after_step": _is_optional_step,
+    "first": _is_step,
+    "max_steps": _is_step,
+    # Earlier versions wrote the checkpoint's path.
+    "resumed_from": lambda value: isinstance(value, str) or _is_optional_step(value),
     **dict.fromkeys(("step_time", "seconds", "blocked_seconds", "slowed_seconds"), _is_seconds),
 }
 

@@ -160,10 +160,8 @@ class StepPasses:
             result = ShareSums(*(torch.zeros(n, dtype=torch.float64, device=world.device) for n in (1, 1, self._sums)))
         assert isinstance(result, ShareSums)
         self._collate_ahead(step)
-        (stop, save, write_progress), loss = (
-            self.requests(step),
-            functools.reduce(torch.add, result.losses.unbind()),
-        )  # in their order
+        stop, save, write_progress = self.requests(step)
+        loss = functools.reduce(torch.add, result.losses.unbind())  # in their order
         peak, resident = read_peak_memory(world.device), self._resident.bound()
         values = [stop, peak, shortage is not None, save, step, write_progress, resident, *self._own_seconds()]
         host = torch.tensor(values, dtype=torch.float64)

@@ -188,7 +188,6 @@ def map_over_ranks(
 
 
 def _assign_batches(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Return the indices of the batches of every rank."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0.0] * ranks
     for number in sorted(range(len(costs)), key=lambda number: (-costs[number], number)):

@@ -111,7 +111,6 @@ def probe(vocabulary: int) -> Batch:
 
 
 def _fill(lm: CausalLM, checkpoint: Checkpoint) -> None:
-    """Load the trained tensors from the checkpoint into the model."""
     persistent = lm.state_dict(keep_vars=True)
     with checkpoint.open_reader() as read, torch.no_grad():
         for name, parameter in lm.named_parameters():

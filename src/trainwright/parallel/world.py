@@ -337,8 +337,6 @@ _NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
 _TORCH = os.path.dirname(torch.__file__)
 _OURS = str(Path(__file__).parent / "world.py")
 # By file, and by file and line: code objects are slow to look up.
-_skipped: dict[str, bool] = {}
-_lines: dict[tuple[str, int], str] = {}
 
 
 def report_collectives() -> None:
@@ -360,9 +358,9 @@ def _report_collective(function: Callable[..., Any], name: str) -> Callable[...,
         group = arguments[group_position] if len(arguments) > group_position else keywords.get("group")
         if local_heartbeat is None or group == _NO_MEMBER:
             return function(*arguments, **keywords)
-        tensor = (
-            "" if argument is None else _describe_argument(keywords.get(argument, arguments[position : position + 1]))
-        )
+        value = None if argument is None else keywords.get(argument, arguments[position : position + 1])
+        value = value[0] if isinstance(value, tuple) and value else value
+        tensor = _type_and_shape(value.dtype, value.shape) if isinstance(value, torch.Tensor) else ""
         counted = group is None or group.size() == dist.get_world_size()
         local_heartbeat.enter(name, tensor, _find_calling_line(), counted=counted, same_shape=argument is not None)
         try:
@@ -372,13 +370,6 @@ def _report_collective(function: Callable[..., Any], name: str) -> Callable[...,
 
     collective.reports_to_heartbeat = True  # type: ignore[attr-defined]
     return collective
-
-
-def _describe_argument(argument: Any) -> str:
-    tensor = argument[0] if isinstance(argument, tuple) and argument else argument
-    if not isinstance(tensor, torch.Tensor):
-        return ""
-    return _type_and_shape(tensor.dtype, tensor.shape)
 
 
 @functools.lru_cache(4096)
@@ -391,18 +382,17 @@ def _find_calling_line() -> str:
     frame = sys._getframe(2)
     while frame.f_back is not None and _is_skipped(frame.f_code.co_filename):
         frame = frame.f_back
-    key = frame.f_code.co_filename, frame.f_lineno
-    line = _lines.get(key)
-    if line is None:
-        line = _lines[key] = f"{key[0]}:{key[1]}"
-    return line
+    return _format_line(frame.f_code.co_filename, frame.f_lineno)
 
 
+@functools.cache
 def _is_skipped(file: str) -> bool:
-    skipped = _skipped.get(file)
-    if skipped is None:
-        skipped = _skipped[file] = file.startswith((_TORCH, _OURS))
-    return skipped
+    return file.startswith((_TORCH, _OURS))
+
+
+@functools.cache
+def _format_line(file: str, line: int) -> str:
+    return f"{file}:{line}"
 
 
 def explain_memory_shortage(world: World, required: int, available: int | None) -> str | None:

@@ -185,7 +185,6 @@ class Checkpoints:
         return reason
 
     def _remove_leftovers(self) -> None:
-        """Remove what an interrupted save or removal left behind."""
         for pattern in (".writing-*", ".removing-*"):
             for path in self._directory.glob(pattern):
                 remove(path)
@@ -318,7 +317,6 @@ def _compute_checksum_if_sized(path: Path, name: str, size: int) -> tuple[int, s
 
 
 def _copy_overlap(result: torch.Tensor, offset: tuple[int, ...], block: dict[str, Any], source: Any) -> None:
-    """Copy the overlap of a stored block and the requested block."""
     into, out_of = [], []
     for want, length, have, size in zip(offset, result.shape, block["offset"], block["size"], strict=True):
         begin, end = max(want, have), min(want + length, have + size)

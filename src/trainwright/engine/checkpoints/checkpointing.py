@@ -473,7 +473,6 @@ def _explain_none_usable(refused: Sequence[CheckpointError]) -> tuple[int, str]:
 
 
 def _own_bytes(shards: Mapping[str, Shard]) -> int:
-    """Return the bytes of this rank's part of a state."""
     return sum(shard.local.numel() * shard.local.element_size() for shard in own_blocks(shards).values())
 
 

@@ -45,27 +45,20 @@ def export(task: Task, strategy: Strategy, final: Path, step: int, saved: int | 
     adapter = task.base is not None
     parameters = gather_parameters(strategy, different) if adapter else strategy.parameters()
     tensors = _iterate_in_turns(parameters, world, may_stop=saved == step)
+    saved_state = _describe_saved(step, saved)
     failure: tuple[int, str] | None = None  # exit code and message, the same on every rank
     if world.is_main:
         try:
             outcome = catch_shortage(lambda: task.export(tensors, final))
         except OSError as error:
             reason = f"{final} could not be written: {error.strerror or error}"
-            failure = (
-                EXIT_TRAINING,
-                f"{reason}; {_describe_saved(step, saved)}: free disk space, then --resume this run",
-            )
+            failure = EXIT_TRAINING, f"{reason}; {saved_state}: free disk space, then --resume this run"
         except TrainwrightError as error:
             failure = error.exit_code, str(error)
         else:
             if isinstance(outcome, MemoryShortage):
-                failure = (
-                    EXIT_TRAINING,
-                    (
-                        f"memory ran out while {final} was written: {outcome.detail}; {_describe_saved(step, saved)}: "
-                        "--resume this run with more memory"
-                    ),
-                )
+                reason = f"memory ran out while {final} was written: {outcome.detail}"
+                failure = EXIT_TRAINING, f"{reason}; {saved_state}: --resume this run with more memory"
     for _ in tensors:  # every rank takes part in gathering
         pass
     failure = world.broadcast(failure)
@@ -74,7 +67,7 @@ def export(task: Task, strategy: Strategy, final: Path, step: int, saved: int | 
     try:
         return check_export(task, strategy, final, different)
     except TrainingError as error:
-        raise TrainingError(f"{error}; {_describe_saved(step, saved)}") from None
+        raise TrainingError(f"{error}; {saved_state}") from None
 
 
 def _describe_saved(step: int, saved: int | None) -> str:

@@ -102,8 +102,7 @@ def is_same(reference: object, of_run: object) -> bool:
 
 def has_same_batches(recipe: RecipeSchema, checkpoint: Path) -> bool:
     """Return whether the run of a checkpoint took the same global batches, if the rows are the same."""
-    before = load_recipe(checkpoint / RECIPE)
-    return _order(recipe) == _order(before)
+    return _order(recipe) == _order(load_recipe(checkpoint / RECIPE))
 
 
 def _order(recipe: RecipeSchema) -> dict[str, object]:

@@ -155,7 +155,8 @@ class Writer:
                 later.clear()  # the tensors may be released
                 offsets.clear()
                 self.copied.set()
-            _lower_priority()
+            if sys.platform == "linux":  # where threads have priorities of their own, those of the training go first
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
             return write_synced(path, self._pieces(begin, end))
 
         return BackgroundTask(work)
@@ -196,9 +197,3 @@ def _open_memory_file() -> int:
         return os.memfd_create("checkpoint")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
-
-
-def _lower_priority() -> None:
-    """Let the threads of the training go before this one, where threads have priorities of their own."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

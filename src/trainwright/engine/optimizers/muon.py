@@ -98,8 +98,7 @@ class Muon(OfMatrices):
 
     def _ahead(self, parameters: list[nn.Parameter]) -> list[torch.Tensor]:
         """Return the gradients moved on by their momenta (Nesterov)."""
-        ahead = torch._foreach_lerp(_list_gradients(parameters), self._list_momenta(parameters), self._momentum)
-        return list(ahead)
+        return list(torch._foreach_lerp(_list_gradients(parameters), self._list_momenta(parameters), self._momentum))
 
 
 def _list_gradients(parameters: list[nn.Parameter]) -> list[torch.Tensor]:

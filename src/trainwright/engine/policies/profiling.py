@@ -140,7 +140,6 @@ class _Recording:
             self._phase = None
 
     def stop(self) -> None:
-        """End the recording."""
         if self._own is not None:
             self._own.changed = None
         self._end_phase()

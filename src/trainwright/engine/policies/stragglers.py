@@ -134,20 +134,13 @@ class RankComparison:
         step_seconds = float(_replace_outliers(np.array(self._walls)[late]).mean())  # such as an evaluation in between
         slowest, second = of_ranks[late, rank].mean(), np.delete(of_ranks[late], rank, axis=1).max(axis=1).mean()
         bound = step_seconds - float(slowest - second)  # what a step takes without the straggler
-        usual = (
-            statistics.median(self._usual)
-            if self._usual
-            else step_seconds - self._estimate_delay(of_ranks[late], rank, step_seconds)
-        )
+        if self._usual:
+            usual = statistics.median(self._usual)
+        else:  # the others have never been seen without it; a processor that computes slowly exchanges slowly, too
+            exchange = (step_seconds - slowest) * (1 - second / slowest) if self._processors_exchange else 0.0
+            usual = step_seconds - float(slowest - second + exchange)
         without = min(usual, bound)
         return Straggler(rank, list(_PHASES)[int(lost.argmax())], slower, max(0.0, 1 - without / step_seconds))
-
-    def _estimate_delay(self, of_ranks: NDArray[np.float64], rank: int, step_seconds: float) -> float:
-        """Return the seconds of a step by which a rank delays the others, which have never been seen without it."""
-        slowest, second = of_ranks[:, rank].mean(), np.delete(of_ranks, rank, axis=1).max(axis=1).mean()
-        # A processor that computes slowly exchanges slowly, too.
-        exchange = (step_seconds - slowest) * (1 - second / slowest) if self._processors_exchange else 0.0
-        return float(slowest - second + exchange)
 
 
 def _replace_outliers(seconds: NDArray[np.float64]) -> NDArray[np.float64]:

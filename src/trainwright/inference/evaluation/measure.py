@@ -16,13 +16,12 @@ from trainwright.data.rows.pairs import CHOSEN
 from trainwright.data.tokens.dataset import TokenDataset
 from trainwright.engine.task import Measured
 from trainwright.errors import RequestError
-from trainwright.inference.answering import AnswerSettings, Done, Stage, answer_all
+from trainwright.inference.answering import AnswerSettings, Stage, answer_all
 from trainwright.inference.evaluation.metrics import LIKELIHOODS, AnswerMatch, Judge, build_judges
 from trainwright.inference.evaluation.rows import (
     Column,
     EncodedRows,
     Estimate,
-    RowPrompts,
     compute_wilson_interval,
     draw_indices,
     estimate_difference,
@@ -149,32 +148,21 @@ def measure(
         scoring_progress = stage(f"scoring with {settings.model}", len(rows.dataset))
         scores = _join_windows(score(loaded.lm, rows.dataset, world, done=scoring_progress), rows.windows)
     if settings.judges:
+        stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=True)
+        answer_settings = AnswerSettings(settings.sampling, stop, settings.batch)
         answer_progress = stage(f"answers of {settings.model}", len(rows.prompts.rows))
-        answers = answer_prompts(loaded, rows.prompts, settings.sampling, world, settings.batch, answer_progress)
+        with loaded.lm.open_for_generation() as model:
+            answers = answer_all(model, loaded.tokenizer, rows.prompts.tokens, answer_settings, world, answer_progress)
     if not world.is_main:
         return None
     columns = build_likelihood_columns(settings.names, scores, rows.last_turn) if needs_scores else {}
     for name, judge in settings.judges.items():
-        columns[name] = Column.of_rows(judge_all(judge, rows.prompts.references, answers))
+        pairs = zip(rows.prompts.references, answers, strict=True)
+        columns[name] = Column.of_rows([judge(reference, answer.text.strip()) for reference, answer in pairs])
     by_metric = {name: columns[name] for name in settings.names}
     samples = _build_samples(loaded, rows, settings.origins, by_metric, answers)
     answered_rows = rows.prompts.rows if settings.judges else []
     return Measurement(settings.model, rows.dataset.fingerprint, by_metric, samples, settings.origins, answered_rows)
-
-
-def answer_prompts(
-    loaded: Loaded, prompts: RowPrompts, sampling: Sampling, world: World, batch: int | None, answered: Done
-) -> list[Answer]:
-    """Return the model's answers, as turns of a conversation."""
-    stop = stop_of(loaded.lm.model, loaded.tokenizer, chat=True)
-    settings = AnswerSettings(sampling, stop, batch)
-    with loaded.lm.open_for_generation() as model:
-        return answer_all(model, loaded.tokenizer, prompts.tokens, settings, world, answered)
-
-
-def judge_all(judge: Judge, references: Sequence[str], answers: Sequence[Answer]) -> list[float]:
-    """Return a score for every answer; surrounding white space is ignored."""
-    return [judge(reference, answer.text.strip()) for reference, answer in zip(references, answers, strict=True)]
 
 
 def _join_windows(scores: Sequence[TokenScores], windows: Sequence[int]) -> list[TokenScores]:
@@ -287,12 +275,11 @@ class ValidationQuestions:
             raise RequestError(
                 "evaluate.metrics: no validation row has a prompt and a full answer within data.max_length"
             )
-        self._rows = numbers = [
-            with_question[index] for index in draw_indices(len(with_question), section.generation_limit)
-        ]
+        indices = draw_indices(len(with_question), section.generation_limit)
+        self._rows = [with_question[index] for index in indices]
         self._prompts: list[list[int]] = []
         self._references: list[str] = []
-        for number in numbers:
+        for number in self._rows:
             tokens = validation.sequence(number)[0].tolist()
             begin, end = spans[number]
             self._prompts.append(tokens[:begin])

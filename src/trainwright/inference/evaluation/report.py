@@ -65,7 +65,14 @@ class Report:
 
     def _table(self) -> list[str]:
         if self.against is None:
-            return align_columns(_list_rows(self.estimates), _HEAD)
+            estimates = self.estimates.items()
+            return align_columns(
+                [
+                    [name, format_number(e.value), _format_interval(e, format_number), f"{e.n:,}"]
+                    for name, e in estimates
+                ],
+                _HEAD,
+            )
         assert self.measured is not None and self.against is not None and self.comparison is not None
         rows = []
         for name, column in self.measured.columns.items():
@@ -86,30 +93,24 @@ class Report:
 
     def write(self, directory: Path) -> None:
         """Write all files to the new ``directory``. Raises RequestError if they cannot be written."""
-        with complete_directory(directory) as scratch:
-            self._write(scratch)
-
-    def _write(self, directory: Path) -> None:
         content: dict[str, Any] = {"trainwright": __version__, "settings": dict(self.settings), **self._numbers()}
-        if self.measured is not None:
-            _write_samples(directory / "samples.jsonl", self.measured)
-        if self.against is not None:
-            _write_samples(directory / "samples-against.jsonl", self.against)
         if self.harness:
             content["lm_eval"] = dict(self.harness)
-        write_text(directory / "metrics.json", json.dumps(content, indent=2, default=str) + "\n")
+        with complete_directory(directory) as scratch:
+            for name, measured in (("samples", self.measured), ("samples-against", self.against)):
+                if measured is not None:
+                    lines = (json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in measured.samples)
+                    write_text(scratch / f"{name}.jsonl", "".join(lines))
+            write_text(scratch / "metrics.json", json.dumps(content, indent=2, default=str) + "\n")
 
     def _numbers(self) -> dict[str, Any]:
-        """Return every number, as plain values."""
         numbers: dict[str, Any] = {}
         if self.measured is not None:
             numbers |= _collect_values(self.measured, self.estimates)
         if self.against is not None and self.comparison is not None:
             differences = {name: asdict(difference) for name, difference in self.comparison.differences.items()}
-            numbers["against"] = {
-                **_collect_values(self.against, _estimate_columns(self.against)),
-                "difference": differences,
-            }
+            values = _collect_values(self.against, _estimate_columns(self.against))
+            numbers["against"] = {**values, "difference": differences}
         if self.parts:
             numbers["sources"] = {name: part._numbers() for name, part in self.parts.items()}
         return numbers
@@ -139,13 +140,6 @@ def _estimate_columns(measured: Measurement | None) -> dict[str, Estimate]:
 def _collect_values(measured: Measurement, estimates: Mapping[str, Estimate]) -> dict[str, Any]:
     metrics = {name: asdict(value) for name, value in estimates.items()}
     return {"model": measured.origin, "metrics": metrics, "notes": measured.notes}
-
-
-def _list_rows(estimates: Mapping[str, Estimate]) -> list[list[str]]:
-    return [
-        [name, format_number(value.value), _format_interval(value, format_number), f"{value.n:,}"]
-        for name, value in estimates.items()
-    ]
 
 
 def _list_harness_rows(harness: Mapping[str, Any]) -> list[list[str]]:
@@ -180,10 +174,6 @@ def _format_signed(value: float) -> str:
 
 def _format_interval(value: Estimate, words: Any) -> str:
     return "one row" if value.low is None or value.high is None else f"{words(value.low)} to {words(value.high)}"
-
-
-def _write_samples(file: Path, measured: Measurement) -> None:
-    write_text(file, "".join(json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in measured.samples))
 
 
 def write_text(file: Path, text: str) -> None:

@@ -204,7 +204,6 @@ def _choose_lengths(request: EvaluationRequest, model: UnloadedModel) -> tuple[i
 
 
 def _read_rows_of_run(model: UnloadedModel) -> EvaluationRows:
-    """Return the validation rows of the run."""
     recipe = model.recipe
     if recipe is None:
         raise RequestError(f"--data: {model.origin} is not a run with validation rows; pass the rows")
@@ -301,7 +300,6 @@ class _Shared:
         return self._score_pairs(pairs)
 
     def answers(self, prompts: list[list[int]], sampling: dict[str, Any], until: list[str]) -> list[str]:
-        """Return the model's answer to every prompt."""
         self._world.broadcast(("answers", (prompts, sampling, until)))
         return self._answers(prompts, sampling, until)
 

@@ -337,7 +337,6 @@ def check_added_tokens(section: ModelSection, model: PreTrainedModel) -> None:
 
 
 def _list_targets(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
-    """Return the full names of the recipe's target modules."""
     target_names = _choose_modules(adapter, model)
     inside = _select_in_layers(adapter, model, target_names)
     if target_names and not inside:

@@ -380,10 +380,7 @@ def identify_base_model(model: ModelSection, seed: int) -> BaseModel:
     base, adapter = _identify_stored_weights(model, seed), model.adapter
     double = adapter.quantization == "nf4" and adapter.double_quantization
     return replace(
-        base,
-        quantization=adapter.quantization,
-        double_quantization=double,
-        quantize_experts=adapter.quantize_experts,
+        base, quantization=adapter.quantization, double_quantization=double, quantize_experts=adapter.quantize_experts
     )
 
 

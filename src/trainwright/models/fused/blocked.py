@@ -127,7 +127,6 @@ def _(gradient: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, *rest:
 
 
 def _allocate_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return contiguous memory for a tensor like this one."""
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 

@@ -21,7 +21,6 @@ def _tanh(x):
 
 @triton.jit
 def _finish_logits(x, softcap, logit_scale, CAPPED: tl.constexpr):
-    """Scale and cap logits."""
     x = x * logit_scale
     if CAPPED:
         x = softcap * _tanh(x / softcap)

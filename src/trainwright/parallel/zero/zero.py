@@ -292,7 +292,6 @@ def _build_frozen_piece(parameter: Any, rank: int, size: int) -> ParameterPiece:
 
 
 def _fill(piece: ParameterPiece, local: torch.Tensor, name: str, read: Callable[[str, Shard], torch.Tensor]) -> None:
-    """Read this rank's piece of a tensor."""
     if piece.size:
         rows, inside = build_covering_rows(piece, local.dtype)
         local.copy_(read(name, rows).flatten()[inside])
