@@ -400,9 +400,7 @@ def freeze(model: nn.Module, section: ModelSection, last_block: int | None = Non
                     f"model.{key}: {pattern} matches none of the {len(names)} names of the model's parameters, such "
                     f"as {names[len(names) // 2]}"
                 )
-    beyond = set[nn.Parameter]()
-    if last_block is not None:
-        beyond = _list_parameters_after(model, last_block)
+    beyond = set() if last_block is None else _list_parameters_after(model, last_block)
     patterns = section.trained_patterns
     for name, parameter in model.named_parameters():
         trains = patterns is None or any(re.fullmatch(pattern, name) for pattern in patterns)

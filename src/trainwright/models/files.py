@@ -73,10 +73,8 @@ def save_model(
         config, tensors = convert_to_published(restore_source(copy.deepcopy(config)), tensors)
         model = build_skeleton(config)
         checksums: dict[str, int] = {}
-        stored_tensors = _convert_for_storage(
-            tensors.items() if isinstance(tensors, Mapping) else tensors, dtype, checksums
-        )
-        checked_tensors = _convert_names(stored_tensors, model)
+        items = tensors.items() if isinstance(tensors, Mapping) else tensors
+        checked_tensors = _convert_names(_convert_for_storage(items, dtype, checksums), model)
         if whole_directory is not None:
             checked_tensors = iterate_whole_tensors(checked_tensors, weight_files(whole_directory), model)
         _write_weights(temporary, checked_tensors)
@@ -274,8 +272,7 @@ def compute_logits(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Ten
     import torch
 
     with torch.no_grad():
-        logits: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits
-    return logits
+        return model(input_ids=input_ids, use_cache=False).logits
 
 
 def has_experts(model: nn.Module) -> bool:

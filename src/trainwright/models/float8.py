@@ -155,10 +155,8 @@ class _InFourBits(_ByBlocks):
         row_factors, weight_factor = (
             _round_down_to_power(limit / largest) for largest in (_compute_amax(x, 1), _compute_amax(weight))
         )
-        (rows, of_rows), (outputs, of_outputs) = (
-            quantize_to_four_bits(x, row_factors),
-            quantize_to_four_bits(weight, weight_factor),
-        )
+        rows, of_rows = quantize_to_four_bits(x, row_factors)
+        outputs, of_outputs = quantize_to_four_bits(weight, weight_factor)
         # Powers of two: the product in bf16 was rounded once, and is not again.
         factors = (row_factors * weight_factor).reciprocal().bfloat16()
         return block_product(rows, outputs.t(), of_rows, of_outputs) * factors

@@ -24,12 +24,10 @@ def join_adapters(model: nn.Module) -> int:
     """
     from peft.tuners.lora.layer import Linear
 
-    count = 0
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, Linear)]
-    for layer in filter(_is_plain, layers):
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, Linear) and _is_plain(module)]
+    for layer in layers:
         layer.forward = MethodType(_forward, layer)
-        count += 1
-    return count
+    return len(layers)
 
 
 def separate_adapters(block: nn.Module) -> None:

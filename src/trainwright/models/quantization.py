@@ -57,7 +57,7 @@ class NF4(WeightFormat):
         return self.scales
 
     def _dequantize_bits(self, bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return _look_up_operations().dequantize_4bit.default(
+        return torch.ops.bitsandbytes.dequantize_4bit.default(
             bits[:, None], self._scales(), _BLOCK, "nf4", self.shape, dtype
         )
 
@@ -78,7 +78,7 @@ class DoubleNF4(NF4):
         self.register_buffer("code", state.code, persistent=False)
 
     def _scales(self) -> torch.Tensor:
-        scales = _look_up_operations().dequantize_blockwise.default(
+        scales = torch.ops.bitsandbytes.dequantize_blockwise.default(
             self.scales, self.second_scales, self.code, _SCALES_BLOCK, torch.float32
         )
         return scales + self.mean
@@ -235,7 +235,3 @@ def _import_functional() -> Any:
     # It logs that it found no kernels on the Hub; none are requested.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     return importlib.import_module("bitsandbytes.functional")
-
-
-def _look_up_operations() -> Any:
-    return torch.ops.bitsandbytes

@@ -288,10 +288,8 @@ class Adapter:
         dtype = next(iter(dtypes))
         with _remove_read_back(model):
             _inject(model, self._build_config_for_reading(directory), _READ_BACK)
-            parameters, weights = (
-                _index_by_key(model, _READ_BACK) | replacements,
-                SavedAdapter.open(str(directory)).weights(),
-            )
+            parameters = _index_by_key(model, _READ_BACK) | replacements
+            weights = SavedAdapter.open(str(directory)).weights()
             if parameters.keys() != weights.keys():
                 different = ", ".join(sorted(parameters.keys() ^ weights.keys())[:5])
                 raise TrainingError(f"the adapter in {directory} does not match its settings: {different}")

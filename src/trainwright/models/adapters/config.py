@@ -54,10 +54,8 @@ def build_peft_config(adapter: AdapterSection, model: PreTrainedModel, base: Bas
     if "dropout" in adapter.spec.reads:
         config.lora_dropout = adapter.dropout
     if adapter.targets is not None:
-        targets, matches = (
-            set(_list_targets(adapter, model)),
-            set(find_matched_modules(config, list_adaptable_names(model))),
-        )
+        targets = set(_list_targets(adapter, model))
+        matches = set(find_matched_modules(config, list_adaptable_names(model)))
         if targets != matches:
             kinds = ", ".join(sorted(_list_kinds(list(matches))))
             raise RequestError(
@@ -337,11 +335,8 @@ def check_added_tokens(section: ModelSection, model: PreTrainedModel) -> None:
 
 
 def _list_targets(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
-    target_names = _choose_modules(adapter, model)
-    inside = _select_in_layers(adapter, model, target_names)
-    if target_names and not inside:
-        raise RequestError("model.adapter.layers: no module of model.adapter.targets is in these blocks")
-    return inside
+    names = _choose_modules(adapter, model)
+    return _select_in_layers(adapter, model, names, "module of model.adapter.targets")
 
 
 def _list_target_parameters(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:
@@ -357,14 +352,11 @@ def _list_target_parameters(adapter: AdapterSection, model: PreTrainedModel) -> 
     if adapter.layers is None:
         return list(adapter.target_parameters)
     target_names = [name for name in every if has_ending(name, adapter.target_parameters)]
-    inside = _select_in_layers(adapter, model, target_names)
-    if target_names and not inside:
-        raise RequestError("model.adapter.layers: no weight of model.adapter.target_parameters is in these blocks")
-    return inside
+    return _select_in_layers(adapter, model, target_names, "weight of model.adapter.target_parameters")
 
 
-def _select_in_layers(adapter: AdapterSection, model: PreTrainedModel, names: list[str]) -> list[str]:
-    """Return those of the names that are in the blocks of the recipe."""
+def _select_in_layers(adapter: AdapterSection, model: PreTrainedModel, names: list[str], what: str) -> list[str]:
+    """Return those of the names that are in the blocks of the recipe. ``what``: they are of, for a message."""
     if adapter.layers is None:
         return names
     blocks = {id(block): number for number, block in enumerate(find_blocks(model))}
@@ -374,7 +366,10 @@ def _select_in_layers(adapter: AdapterSection, model: PreTrainedModel, names: li
             f"model.adapter.layers: {missing[0]} does not exist: the model has blocks 0 to {len(number) - 1}"
         )
     within = tuple(f"{name}." for name, index in number.items() if index in adapter.layers)
-    return [name for name in names if name.startswith(within)]
+    inside = [name for name in names if name.startswith(within)]
+    if names and not inside:
+        raise RequestError(f"model.adapter.layers: no {what} is in these blocks")
+    return inside
 
 
 def _choose_modules(adapter: AdapterSection, model: PreTrainedModel) -> list[str]:

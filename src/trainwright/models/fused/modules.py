@@ -192,7 +192,7 @@ def _has_addition_before_norm(block: Any) -> bool:
     stand_in.post_attention_layernorm, stand_in.mlp = torch.tanh, torch.exp
     try:
         out = block.forward(stand_in, x, **arguments)
-    except (RuntimeError, TypeError, ValueError, AttributeError):
+    except _NO_SUCH_MODULE:
         return False
     total = x + x.sin().cos()
     set_keywords = {name: value for name, value in keywords.items() if value is not None and value is not False}

@@ -30,8 +30,7 @@ def cross_entropy(
 
     See ``linear_losses.Terms`` for the terms.
     """
-    losses = _launch_loss(logits, targets, weights, None, (softcap, logit_scale, z_loss, smoothing))
-    return losses
+    return _launch_loss(logits, targets, weights, None, (softcap, logit_scale, z_loss, smoothing))
 
 
 @cross_entropy.register_fake

@@ -58,9 +58,8 @@ def convert_to_published(
     items = tensors.items() if isinstance(tensors, Mapping) else tensors
     if not isinstance(config, GPTConfig):
         return config, items
-    return _convert_config_to_published(config), (_convert_to_gpt2 if config.norm == "layer" else _convert_to_llama)(
-        config, items
-    )
+    convert = _convert_to_gpt2 if config.norm == "layer" else _convert_to_llama
+    return _convert_config_to_published(config), convert(config, items)
 
 
 @torch.no_grad()
@@ -179,8 +178,7 @@ def _convert_to_gpt2(config: GPTConfig, items: Iterable[tuple[str, torch.Tensor]
         yield theirs, tensor.t() if _is_matrix_of_a_block(name) else tensor
         number, module, kind = _split_name(name)
         if not config.bias and kind == "weight" and (number or module == "norm"):  # GPT-2 always has one
-            size = tensor.shape[0]
-            yield theirs.removesuffix("weight") + "bias", tensor.new_zeros(size)
+            yield theirs.removesuffix("weight") + "bias", tensor.new_zeros(len(tensor))
 
 
 def _convert_from_gpt2(name: str, theirs: Callable[[str], torch.Tensor]) -> torch.Tensor:
