@@ -518,10 +518,8 @@ def _format_line(record: Record) -> str:
 def _is_gone(path: Path) -> bool:
     try:
         path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return True
-    except OSError:  # a file system that does not respond now may respond later
-        return False
+    except OSError as error:  # a file system that does not respond now may respond later
+        return isinstance(error, FileNotFoundError | NotADirectoryError)
     return False
 
 
@@ -530,7 +528,7 @@ def _convert_to_plain(value: Any) -> Any:
         return {key: _convert_to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_convert_to_plain(item) for item in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+    if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     return str(value) if isinstance(value, os.PathLike) else value
 

@@ -296,9 +296,8 @@ class Trainer:
         self._checkpointing.before_update()
         heartbeat.begin_phase("optimizer", step)
         self.updating()
-        decisions = [
-            policy.skips(step, gradients) for policy in self._policies
-        ]  # every policy is called, as each may count
+        # Every policy is called, as each may count.
+        decisions = [policy.skips(step, gradients) for policy in self._policies]
         check_skips(step, self._added, decisions[len(decisions) - len(self._added) :], self.world)
         if any(decisions):
             self.strategy.discard_gradients()
@@ -537,21 +536,16 @@ class AnswerFiles:
         elif which != self._warned:
             self._warned = which
             names = ", ".join(measured.samples[0]["scores"])
-            of = (
-                f"all {text.format_plural(total, 'answer')} were"
+            of, consequence = (
+                (f"all {text.format_plural(total, 'answer')} were", "tell little about the model")
                 if which == "all"
-                else f"{cut} of {total} answers were"
-            )
-            consequence = (
-                f"{names} of step {step} tell little about the model"
-                if which == "all"
-                else f"{names} of step {step} count what was written up to there"
+                else (f"{cut} of {total} answers were", "count what was written up to there")
             )
             location = f"; the answers are in {file}" if file is not None else ""
             self._events.emit(
                 Notice(
                     message=f"{of} cut at {text.format_plural(measured.limit, 'token')} (evaluate.max_new_tokens), so "
-                    f"{consequence}; raise evaluate.max_new_tokens{location}"
+                    f"{names} of step {step} {consequence}; raise evaluate.max_new_tokens{location}"
                 )
             )
 

@@ -36,7 +36,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 _PRECISIONS: dict[str, Precision] = {"BF16": "bf16", "F16": "fp16"}
 _OF_CONFIGURATIONS: dict[str, Precision] = {"bfloat16": "bf16", "float16": "fp16"}
 # Files downloaded from the Hub: weights only as safetensors, so that no pickle is ever stored.
-HUB_FILES = [*("*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt", "LICENSE*", "README.md")]
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "merges.txt", "vocab.txt", "LICENSE*", "README.md"]
 INDEX = "model.safetensors.index.json"
 HUB_TIMEOUT = 5.0  # seconds
 # An id of the Hub, and optionally a branch, tag or commit.
@@ -396,14 +396,11 @@ def _download(name: str, key: str, weights: bool, tried: list[str], say: Notify)
         HfApi().model_info(repository, revision=revision, timeout=HUB_TIMEOUT)
         say(f"downloading {name} from the Hugging Face hub")
         patterns = HUB_FILES if weights else [p for p in HUB_FILES if p != "*.safetensors"]
-        directory = Path(
-            snapshot_download(repository, revision=revision, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT)
-        )
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns, etag_timeout=HUB_TIMEOUT))
     except Exception as error:  # the hub's client raises its own and three HTTP libraries' errors
         raise _build_not_found_error(
             name, key, [*tried, f"the hub answered: {_format_first_line(error)}"], fix
         ) from error
-    return directory
 
 
 def _download_hub_file(name: str, file: str, key: str) -> tuple[Path, str]:

@@ -270,12 +270,10 @@ def compute_squared_norm(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
             on_host.append(part.reshape(-1))
         elif part.numel():
             on_device.setdefault(part.dtype, []).append(part)
-    return _sum_squares_by_dtype(on_device) if on_device else _sum_squares_on_cpu(on_host)
-
-
-def _sum_squares_by_dtype(tensors: dict[torch.dtype, list[torch.Tensor]]) -> torch.Tensor:
-    """Return the same for tensors on a GPU, by dtype: the kernel takes one dtype at a time, and is slow for several."""
-    norms = [norm for alike in tensors.values() for norm in torch._foreach_norm(alike, dtype=torch.float32)]
+    if not on_device:
+        return _sum_squares_on_cpu(on_host)
+    # The kernel takes one dtype at a time, and is slow for several.
+    norms = [norm for alike in on_device.values() for norm in torch._foreach_norm(alike, dtype=torch.float32)]
     return torch.stack(norms).double().square().sum()
 
 

@@ -62,23 +62,18 @@ class Checkpoints:
     """Manage the checkpoints of one run. Every rank must call the methods that take a world."""
 
     def __init__(self, directory: Path, *, keep_last: int, keep_best: bool) -> None:
-        self._directory = directory
+        self.directory = directory
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._unusable: set[int] = set()  # steps of checkpoints that this process has read and refused
 
-    @property
-    def directory(self) -> Path:
-        """The directory of all checkpoints."""
-        return self._directory
-
     def path(self, step: int) -> Path:
         """Return the directory of the checkpoint of ``step``."""
-        return build_checkpoint_path(self._directory, step)
+        return build_checkpoint_path(self.directory, step)
 
     def scratch(self, step: int) -> Path:
         """Return the directory that the checkpoint of ``step`` is written in before it is complete."""
-        return self._directory / f".writing-{self.path(step).name}"
+        return self.directory / f".writing-{self.path(step).name}"
 
     def save(
         self, world: World, step: int, shards: Mapping[str, Shard], state: dict[str, Any], recipe: str
@@ -102,7 +97,7 @@ class Checkpoints:
 
     def prepare(self, world: World) -> str | None:
         """Remove what interrupted writes left, before any rank writes; return why it failed on this rank, if it did."""
-        outcome = catch_os_error(self._remove_leftovers, self._directory) if world.is_main else None
+        outcome = catch_os_error(self._remove_leftovers, self.directory) if world.is_main else None
         world.barrier()
         return outcome
 
@@ -152,7 +147,7 @@ class Checkpoints:
 
     def _remove(self, step: int, remove: Callable[[Path], None]) -> None:
         # Rename first, so that a kill during removal leaves no partial checkpoint under a valid name.
-        renamed_path = self._directory / f".removing-{self.path(step).name}"
+        renamed_path = self.directory / f".removing-{self.path(step).name}"
         self.path(step).rename(renamed_path)
         remove(renamed_path)
 
@@ -186,12 +181,12 @@ class Checkpoints:
 
     def _remove_leftovers(self) -> None:
         for pattern in (".writing-*", ".removing-*"):
-            for path in self._directory.glob(pattern):
+            for path in self.directory.glob(pattern):
                 remove(path)
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint directory, ascending. A directory may still fail verification."""
-        return sorted(list_checkpoints(self._directory))
+        return sorted(list_checkpoints(self.directory))
 
     def find_latest(self, before: int | None = None) -> tuple[Checkpoint | None, list[CheckpointError]]:
         """Return the newest checkpoint that verifies, and why each newer one was rejected.
@@ -205,7 +200,7 @@ class Checkpoints:
         try:
             steps = self.steps()
         except OSError as error:
-            raise build_read_error(self._directory, error) from error
+            raise build_read_error(self.directory, error) from error
         for step in reversed(steps):
             if before is not None and step >= before:
                 continue

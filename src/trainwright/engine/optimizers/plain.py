@@ -17,13 +17,8 @@ Named = Iterable[tuple[str, nn.Parameter]]
 
 def adamw(named: Named, section: OptimizerSection) -> Optimizer:
     """Return torch's AdamW. Vectors (norms, biases) have no weight decay: shrinking them toward zero is not useful."""
-    return AdamW(
-        build_parameter_groups(named, section),
-        lr=section.learning_rate,
-        betas=section.betas,
-        eps=section.eps,
-        fused=True,
-    )
+    groups = build_parameter_groups(named, section)
+    return AdamW(groups, lr=section.learning_rate, betas=section.betas, eps=section.eps, fused=True)
 
 
 def sgd(named: Named, section: OptimizerSection) -> Optimizer:

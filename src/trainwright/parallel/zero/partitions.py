@@ -177,12 +177,8 @@ class _Stage3:
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        self._share_equal_copies()
-
-    def _share_equal_copies(self) -> None:
-        """Share masters and computing weights in fp32, where DeepSpeed 0.19 makes copies."""
-        masters = self._optimizer.fp32_partitioned_groups_flat
-        for master, working in zip(masters, self._optimizer.fp16_partitioned_groups_flat, strict=True):
+        # Share masters and computing weights in fp32, where DeepSpeed 0.19 makes copies.
+        for master, working in zip(self.masters(), optimizer.fp16_partitioned_groups_flat, strict=True):
             if working is not None and (master.dtype, master.device) == (working.dtype, working.device):
                 master.data = working.data
 
