@@ -59,9 +59,7 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """Return the value of every metric by name; for agents and benchmarks see `details`."""
         metrics = self.details.get("metrics", {})
-        return {
-            name: metric["value"] for name, metric in metrics.items() if isinstance(metric, dict) and "value" in metric
-        }
+        return {name: entry["value"] for name, entry in metrics.items() if isinstance(entry, dict) and "value" in entry}
 
     @property
     def samples(self) -> list[dict[str, Any]]:

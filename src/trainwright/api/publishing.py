@@ -102,7 +102,8 @@ def _write_gguf(source: UnloadedModel, out: Path, precision: str) -> None:
         raise RequestError(f"--out: {out} should end in .gguf")
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.parent, prefix=".export-") as scratch:
-        directory = _find_plain_directory(source)
+        is_plain = source.checkpoint is None and source.section.adapter.type == "none"
+        directory = resolve(source.section).directory if is_plain else None
         if directory is None:
             directory = Path(scratch) / "model"
             _write_model(source, directory, None if source.checkpoint is None else "fp32")
@@ -125,13 +126,6 @@ def _write_adapter(source_model: UnloadedModel, out: Path) -> None:
 def _refuse_existing(out: Path) -> None:
     if out.exists():
         raise RequestError(f"--out: {out} already exists; choose a new directory")
-
-
-def _find_plain_directory(source: UnloadedModel) -> Path | None:
-    """Return where the full model already exists; None if it has to be merged or loaded."""
-    if source.checkpoint is not None or source.section.adapter.type != "none":
-        return None
-    return resolve(source.section).directory
 
 
 def _write_model(source: UnloadedModel, out: Path, dtype: str | None) -> None:

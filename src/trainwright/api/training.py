@@ -157,7 +157,10 @@ def _run(options: TrainingRequest, progress: bool) -> Run:
     launcher = environment.find_launcher(Variables(), options.nodes or 1)
     if launcher is None:
         return Run(run_in_process(_train, options, progress=progress))
-    return Run(_train_in_group(options, launcher, progress))
+    if excess := [key for key in _OF_OUR_LAUNCHER if getattr(options, key) is not None]:
+        raise RequestError(f"{excess[0]}: {launcher} started the processes and sets their rendezvous; remove it")
+    request = replace(options, overrides=tuple(options.list_overrides()), num_processes=None)
+    return Run(run_in_process(_join, request, next(_numbers), os.getppid(), progress=progress))
 
 
 @dataclass(frozen=True)
@@ -250,14 +253,6 @@ def _list_notes(options: TrainingRequest, nodes: int | None, resolved: Resolved)
 
 _OF_OUR_LAUNCHER = ("nodes", "node_rank", "rendezvous", "accelerate_config")
 _numbers = itertools.count()  # of the runs that this process has trained so
-
-
-def _train_in_group(request: TrainingRequest, launcher: str, progress: bool) -> Path:
-    """Train as one of the processes that ``launcher`` has started; return the run directory. Raises like `train`."""
-    if excess := [key for key in _OF_OUR_LAUNCHER if getattr(request, key) is not None]:
-        raise RequestError(f"{excess[0]}: {launcher} started the processes and sets their rendezvous; remove it")
-    request = replace(request, overrides=tuple(request.list_overrides()), num_processes=None)
-    return run_in_process(_join, request, next(_numbers), os.getppid(), progress=progress)
 
 
 def _join(request: TrainingRequest, number: int, launcher: int) -> Path:

@@ -255,9 +255,7 @@ def _find_references(metrics: Sequence[str], log: Path, model: Path | str) -> di
 
     metric_options = {METRICS[name].option for name in metrics}
     options = {"reference_log": log, "reference_model": model}
-    return {
-        name: str(reference) for name, reference in options.items() if f"--{name.replace('_', '-')}" in metric_options
-    }
+    return {name: str(model) for name, model in options.items() if f"--{name.replace('_', '-')}" in metric_options}
 
 
 FIELD = "alternate"
@@ -382,17 +380,15 @@ def _read_written(file: Path, rows: list[dict[str, Any]], count: int) -> list[di
     if not file.exists():
         return []
     try:
-        written_rows: list[dict[str, Any]] = [
-            json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()
-        ]
+        records: list[dict[str, Any]] = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
         same = all(
             {**row, FIELD: None} == {**mine, FIELD: None} and len(row[FIELD]) == count
-            for row, mine in zip(written_rows, rows, strict=False)
-        ) and len(written_rows) <= len(rows)
+            for row, mine in zip(records, rows, strict=False)
+        ) and len(records) <= len(rows)
     except (ValueError, KeyError, TypeError):
         same = False
     if not same:
         raise RequestError(
             f"--out: {file} has other rows, or another number of alternates; choose another file, or remove it"
         )
-    return written_rows
+    return records

@@ -62,7 +62,10 @@ def parse_hosts(text: str, origin: str = "--hosts") -> list[Host]:
     hosts: list[Host] = []
     for part in split_nodes(text):
         name, slots = _split(part, origin)
-        hosts += [_build_host(host_name, slots, origin) for host_name in _expand_hosts(name, origin)]
+        for host_name in _expand_hosts(name, origin):
+            if not _HOST.fullmatch(host_name):
+                raise RequestError(f"{origin}: {host_name!r} is not a host name, such as {_FORMS}")
+            hosts.append(Host(host_name, None if slots is None else _parse_slot_count(slots, f"{origin}: {host_name}")))
     return _check_hosts(hosts, origin)
 
 
@@ -124,12 +127,6 @@ def _parse_slots(options: str, origin: str) -> int | None:
     if _OPTION.sub("", options) or options_by_name.keys() - {_SLOTS, *_PASSED_OVER}:
         raise RequestError(f"{origin}: {options.strip()!r} after the host is not slots=N, with or without max_slots=N")
     return _parse_slot_count(options_by_name[_SLOTS], origin) if _SLOTS in options_by_name else None
-
-
-def _build_host(name: str, slots: str | None, origin: str) -> Host:
-    if not _HOST.fullmatch(name):
-        raise RequestError(f"{origin}: {name!r} is not a host name, such as {_FORMS}")
-    return Host(name, None if slots is None else _parse_slot_count(slots, f"{origin}: {name}"))
 
 
 def _parse_slot_count(slots: str, origin: str) -> int:

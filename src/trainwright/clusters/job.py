@@ -241,12 +241,6 @@ class ClusterSettings(JobSection):
         return repeat_node(machine, nodes, gpus or machine.devices_per_node), calibration, measurement
 
 
-def locate_clusters_file() -> Path:
-    """Return the file with the user's clusters."""
-    base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    return expand_user_path(base) / "trainwright" / _FILE
-
-
 def resolve_settings(recipe: RecipeSchema, options: Mapping[str, Any], to: str | None) -> ClusterSettings:
     """Return the job's settings.
 
@@ -273,7 +267,7 @@ def resolve_settings(recipe: RecipeSchema, options: Mapping[str, Any], to: str |
         if key in _STARTS_AGAIN:
             why = f"a job of {settings.scheduler} starts its run again by itself"
         location = _format_option(key) if key in options_set else f"launch.{key}"
-        raise RequestError(f"{location}: is for {_format_schedulers(key)}, and {why}; remove it")
+        raise RequestError(f"{location}: is for {' and '.join(_USED_BY[key])}, and {why}; remove it")
     if (settings.jobs or 1) > 1 and (settings.until_done or settings.array):
         conflict = (
             "--until-done, with which one job is requeued" if settings.until_done else "--array, whose runs are many"
@@ -307,12 +301,8 @@ def _list_unused(settings: ClusterSettings) -> list[str]:
     return [key for key, users in _USED_BY.items() if getattr(settings, key) and settings.scheduler not in users]
 
 
-def _format_schedulers(key: str) -> str:
-    return " and ".join(_USED_BY[key])
-
-
 def _read_cluster(name: str) -> ClusterSettings:
-    file = locate_clusters_file()
+    file = expand_user_path(os.environ.get("XDG_CONFIG_HOME") or "~/.config") / "trainwright" / _FILE
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -337,9 +327,7 @@ def _read_cluster(name: str) -> ClusterSettings:
 
 def _describe_problems(error: ValidationError, location: Any) -> list[str]:
     details = error.errors(include_url=False)
-    return [
-        f"{location('.'.join(map(str, detail['loc'])))}: expected {_describe_expected(detail)}" for detail in details
-    ]
+    return [f"{location('.'.join(map(str, item['loc'])))}: expected {_describe_expected(item)}" for item in details]
 
 
 def _describe_expected(detail: Any) -> str:

@@ -247,25 +247,18 @@ def jobs(*runs: str | Path) -> list[RunState]:
     """
     from trainwright.api.run import Run
 
-    queued_jobs = {
-        job.run: job for job in sorted(_list_queued_jobs(), key=_compute_order, reverse=True)
-    }  # of several the first in order
+    # Of several jobs of a run the first in order counts: what runs, then what waits, as submitted.
+    last_first = sorted(_list_queued_jobs(), key=lambda job: (job.waits, int(job.name.partition("_")[0])), reverse=True)
+    queued_jobs = {job.run: job for job in last_first}
     all_directories = [Run(run).directory for run in runs] if runs else [*_list_runs(), *queued_jobs]
     directories = {directory.absolute(): directory for directory in reversed(all_directories)}
-    return [
-        _build_state(shown_path, queued_jobs.get(directory)) for directory, shown_path in sorted(directories.items())
-    ]
+    return [_build_state(path, queued_jobs.get(directory)) for directory, path in sorted(directories.items())]
 
 
 def format_jobs(states: Sequence[RunState], width: int | None = None) -> Iterator[str]:
     """Yield the lines of ``trainwright jobs``, see `text.format_table`."""
     head = ["RUN", "JOB", "STATE", "STEP", "GOODPUT", "EXPECTED END"]
     yield from text.format_table([head, *(state.columns() for state in states)], width)
-
-
-def _compute_order(job: QueuedJob) -> tuple[bool, int]:
-    """Return the place of a job among those of its run: what runs, then what waits, as submitted."""
-    return job.waits, int(job.name.partition("_")[0])
 
 
 def _list_queued_jobs() -> list[QueuedJob]:

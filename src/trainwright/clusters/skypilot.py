@@ -29,11 +29,9 @@ def format_job(job: Job) -> str:
     """Return the task file. Raises RequestError for settings that it cannot have."""
     settings = job.settings
     copies = _select_copies(job)
-    working_directory = Path.cwd()
-    if not job.recipe.is_relative_to(working_directory):
-        raise RequestError(
-            f"the recipe: {job.recipe} is not in {working_directory}, which SkyPilot copies to the nodes"
-        )
+    directory = Path.cwd()
+    if not job.recipe.is_relative_to(directory):
+        raise RequestError(f"the recipe: {job.recipe} is not in {directory}, which SkyPilot copies to the nodes")
     task: dict[str, Any] = {
         "name": re.sub(r"[^a-z0-9-]+", "-", job.name.lower()).strip("-") or "run",
         "num_nodes": settings.nodes or 1,

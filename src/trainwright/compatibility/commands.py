@@ -172,11 +172,9 @@ def _write(path: Path, is_default: bool, yes: bool) -> None:
 
 def _ask_questions(answers: Answers, machine: Machine) -> Answers | None:
     """Return the answers to all questions; None if the training is to run in a place that needs no file."""
-    location = _ask(
-        "where it runs", "here", _build_choice_parser(("here", *_ELSEWHERE)), f"here, {', '.join(_ELSEWHERE)}"
-    )
-    if location != "here":
-        say(f"nothing written: {_ELSEWHERE[location]}")
+    place = _ask("where it runs", "here", _build_choice_parser(("here", *_ELSEWHERE)), f"here, {', '.join(_ELSEWHERE)}")
+    if place != "here":
+        say(f"nothing written: {_ELSEWHERE[place]}")
         return None
     answers = _ask_devices(answers, machine)
     answers = _ask_machines(answers, machine)
@@ -216,17 +214,15 @@ def _count_gpus(answers: Answers, machine: Machine) -> int:
 
 
 def _ask_machines(answers: Answers, machine: Machine) -> Answers:
-    machines = _ask(
-        "machines", "1", _build_count_parser(1), "that train together; each needs a file with its own number"
-    )
-    if machines == 1:
+    count = _ask("machines", "1", _build_count_parser(1), "that train together; each needs a file with its own number")
+    if count == 1:
         return answers
-    rank = _ask("number of this machine", "0", _build_count_parser(0, machines - 1), "counted from 0")
+    rank = _ask("number of this machine", "0", _build_count_parser(0, count - 1), "counted from 0")
     host = _ask("address of machine 0", machine.hostname, str, "a name or IP that all machines can reach")
     port = _ask(
         "port on machine 0", str(_PORT), _build_count_parser(1, 65535), "a free port, open between the machines"
     )
-    return replace(answers, machines=machines, machine_rank=rank, main_ip=host, main_port=port)
+    return replace(answers, machines=count, machine_rank=rank, main_ip=host, main_port=port)
 
 
 def _ask_distribution(answers: Answers) -> Answers:

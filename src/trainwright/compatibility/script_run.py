@@ -36,7 +36,7 @@ from trainwright.compatibility.accelerate.reading import (
     locate_default_file,
     read,
 )
-from trainwright.compatibility.accelerate.translation import Translation, interpret
+from trainwright.compatibility.accelerate.translation import interpret
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError, RequestError, TrainwrightError
 from trainwright.machine.accelerators import refuse_unusable
 from trainwright.machine.detect import detect
@@ -209,19 +209,15 @@ def _build_plan_from_file(source: AccelerateConfig, options: ScriptOptions) -> S
     refuse_unusable(detect())
     on_cpu = translation.device == "cpu" or not machine.gpus
     if is_run_as_ddp(translation, machine):
-        raise _refuse_sharding_on_cpu(translation)
+        raise MachineError(
+            f"{translation.source}: on a CPU Accelerate runs {translation.distributed_type} as plain DDP, without "
+            "sharding; set distributed_type: MULTI_CPU to accept that. Recipes are also sharded on CPUs: trainwright "
+            f"train RECIPE --accelerate-config {quote_word(translation.source)}"
+        )
     processes = _divide_processes(translation.processes, met) or choose_processes(detect())
     variables = build_worker_environment(source, translation, on_cpu=on_cpu)
     gpus = len(detect().gpus)
     return ScriptPlan(processes, on_cpu, variables, source.name, machine.cpu_cores, gpus, met)
-
-
-def _refuse_sharding_on_cpu(translation: Translation) -> MachineError:
-    return MachineError(
-        f"{translation.source}: on a CPU Accelerate runs {translation.distributed_type} as plain DDP, without "
-        "sharding; set distributed_type: MULTI_CPU to accept that. Recipes are also sharded on CPUs: trainwright "
-        f"train RECIPE --accelerate-config {quote_word(translation.source)}"
-    )
 
 
 def _check_gpus(processes: int, machine: Machine) -> None:
@@ -338,7 +334,8 @@ def run_script(script: Script) -> int:
     _interrupt_on_stop()
     interrupt: BaseException | None = None
     with _copy_to_console(), contextlib.ExitStack() as ending:
-        ending.callback(_run_exit_functions)
+        # A forked process would skip these at its end, and trackers rely on them to finish their runs.
+        ending.callback(atexit._run_exitfuncs)
         try:
             _run_as_main(script)
         except SystemExit as exit_:
@@ -382,11 +379,6 @@ def _describe_error(error: BaseException, script: Script) -> Exception:
     while inner is not None and inner.tb_frame.f_code.co_filename in _NOT_THE_SCRIPTS:
         inner = inner.tb_next
     return error.with_traceback(inner or error.__traceback__)
-
-
-def _run_exit_functions() -> None:
-    # A forked process would skip these at its end, and trackers rely on them to finish their runs.
-    atexit._run_exitfuncs()
 
 
 def _interrupt_on_stop() -> None:

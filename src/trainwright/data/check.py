@@ -98,9 +98,7 @@ def check_sources(
     """
     data, sources = recipe.data, recipe.data.keyed_sources
     if only_files:
-        sources = [
-            (source, key) for source, key in sources if find_source_files(source.source, key, source.is_documents)
-        ]
+        sources = [(item, key) for item, key in sources if find_source_files(item.source, key, item.is_documents)]
     if recipe.spec.corpus:
         return [check_corpus(source, tokenizer, embeddings, key=key) for source, key in sources]
     encoding = EncodingCheck(

@@ -711,12 +711,10 @@ def list_usable_processes(recipe: RecipeSchema, process_range: ProcessRange) -> 
     """
     spec, rows = recipe.parallel.spec, recipe.batch_rows
     highest = process_range.max if spec is None or spec.shards else max(process_range.min, min(process_range.max, rows))
-    problems_by_number = {
-        n: list_contradictions(set_processes(recipe, n)) for n in range(process_range.min, highest + 1)
-    }
-    usable = tuple(number for number, problems in problems_by_number.items() if not problems)
-    if len(usable) < min(2, len(problems_by_number)):
-        number, problems = next((number, problems) for number, problems in problems_by_number.items() if problems)
+    contradictions = {n: list_contradictions(set_processes(recipe, n)) for n in range(process_range.min, highest + 1)}
+    usable = tuple(number for number, problems in contradictions.items() if not problems)
+    if len(usable) < min(2, len(contradictions)):
+        number, problems = next((number, problems) for number, problems in contradictions.items() if problems)
         only = f"only {usable[0]} is possible" if usable else "none is possible"
         why = f"with {number}: {problems[0].keys[0]}: {problems[0].message}"
         raise RequestError(f"parallel.num_processes: of {process_range} processes {only}; {why}")

@@ -409,7 +409,5 @@ def _list_entry_points() -> tuple[EntryPoint, ...]:
     # The folder that a user works in can hold anybody's files; what is installed is elsewhere.
     for distribution in distributions(path=[path for path in sys.path if not is_working_directory(path)]):
         if "trainwright." in (distribution.read_text("entry_points.txt") or ""):
-            by_distribution.setdefault(
-                distribution.name, tuple(distribution.entry_points)
-            )  # the first on the path counts
+            by_distribution.setdefault(distribution.name, tuple(distribution.entry_points))  # the first counts
     return tuple(point for points in by_distribution.values() for point in points)

@@ -318,10 +318,8 @@ def _merge_values(tree: Tree, base: dict[str, object], over: dict[str, object], 
         if full_path == OBSERVERS_KEY:
             value = convert_names(value, earlier)
         if key in base:
-            for origin_path in [
-                origin_path for origin_path in tree.origins if origin_path[: len(full_path)] == full_path
-            ]:
-                del tree.origins[origin_path]
+            for place in [place for place in tree.origins if place[: len(full_path)] == full_path]:
+                del tree.origins[place]
         base[key] = value
 
 
@@ -329,15 +327,14 @@ def _keep_value(value: Any) -> Any:
     return value
 
 
-def _convert_address(value: Any) -> Any:
-    return False if value is None else {"address": value}
-
-
 # By old key: the new one, and what the value becomes.
 _RENAMED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "logging.tensorboard": ("logging.observers.tensorboard", _keep_value),
     "logging.report": ("logging.observers.report", _keep_value),
-    "logging.prometheus": ("logging.observers.prometheus", _convert_address),
+    "logging.prometheus": (
+        "logging.observers.prometheus",
+        lambda address: False if address is None else {"address": address},
+    ),
     "unlearn.trainable": ("model.trainable", _keep_value),
     "model.adapter.quantisation": ("model.adapter.quantization", _keep_value),
     "model.adapter.double_quantisation": ("model.adapter.double_quantization", _keep_value),

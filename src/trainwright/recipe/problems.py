@@ -204,11 +204,7 @@ def convert_location(loc: tuple[int | str, ...], root: type[BaseModel]) -> KeyPa
         else:
             field = model.model_fields.get(part) if model is not None else None
             in_mapping = field is not None and get_origin(field.annotation) is dict
-            model, items, named_sections = (
-                _find_section(model, part),
-                _find_item_section(model, part),
-                _find_value_section(model, part),
-            )
+            model, items, named_sections = _find_sections(model, part)
     return path
 
 
@@ -409,14 +405,6 @@ def _list_keys(path: KeyPath, model: type[BaseModel]) -> list[str]:
     return keys if path else [*keys, "include"]
 
 
-def _find_section(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
-    """Return the section at ``key`` of ``model``, or None if the key is a single value or unknown."""
-    field = model.model_fields.get(key) if model is not None else None
-    kind = field.annotation if field is not None else None
-    kinds = [kind, *get_args(kind)] if get_origin(kind) is not list else []  # a section of one task may be None
-    return next((item for item in kinds if isinstance(item, type) and issubclass(item, BaseModel)), None)
-
-
 def _find_section_at(path: KeyPath, model: type[BaseModel]) -> type[BaseModel] | None:
     section: type[BaseModel] | None = model
     items: type[BaseModel] | None = None
@@ -425,24 +413,20 @@ def _find_section_at(path: KeyPath, model: type[BaseModel]) -> type[BaseModel] |
         if named_sections is not None or isinstance(part, int):
             section, items, named_sections = named_sections or items, None, None
         else:
-            section, items, named_sections = (
-                _find_section(section, part),
-                _find_item_section(section, part),
-                _find_value_section(section, part),
-            )
+            section, items, named_sections = _find_sections(section, part)
     return section
 
 
-def _find_item_section(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
-    """Return the section type of the items of the list at ``key``, or None if it is not a list of sections."""
-    field = model.model_fields.get(key) if model is not None else None
-    return _find_list_section(field.annotation) if field is not None else None
+def _find_sections(model: type[BaseModel] | None, key: Any) -> tuple[type[BaseModel] | None, ...]:
+    """Return the section at ``key`` of ``model``, that of the items of a list there, and that of a mapping's values.
 
-
-def _find_value_section(model: type[BaseModel] | None, key: Any) -> type[BaseModel] | None:
-    """Return the section type of the values of the mapping at ``key``, or None if it is not a mapping of sections."""
+    Each is None if the value at ``key`` is something else, or the key is unknown.
+    """
     field = model.model_fields.get(key) if model is not None else None
-    return _find_mapping_section(field.annotation) if field is not None else None
+    kind = field.annotation if field is not None else None
+    kinds = [kind, *get_args(kind)] if get_origin(kind) is not list else []  # a section of one task may be None
+    section = next((item for item in kinds if isinstance(item, type) and issubclass(item, BaseModel)), None)
+    return section, _find_list_section(kind), _find_mapping_section(kind)
 
 
 def _find_mapping_section(kind: Any) -> type[BaseModel] | None:

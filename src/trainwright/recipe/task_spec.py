@@ -72,22 +72,6 @@ class Needs:
     own_model: TaskModel | None = None
 
 
-def _check_nothing(recipe: RecipeSchema) -> Iterable[Contradiction]:
-    return ()
-
-
-def _keep_values(values: dict[str, Any]) -> dict[str, Any]:
-    return values
-
-
-def _choose_examples(recipe: RecipeSchema, key: str) -> str:
-    return "examples"
-
-
-def _need_one_pass(recipe: RecipeSchema) -> Needs:
-    return Needs()
-
-
 def _describe_model_and_data(recipe: RecipeSchema) -> tuple[str, str]:
     return recipe.model.name or f"a fresh {(recipe.model.fresh or {})['model_type']}", recipe.data.name
 
@@ -125,10 +109,10 @@ class TaskSpec:
     module: str
     section: type[Section] | None = None
     section_description: str = ""
-    check: Callable[[RecipeSchema], Iterable[Contradiction]] = _check_nothing
-    fill: Callable[[dict[str, Any]], dict[str, Any]] = _keep_values
-    rows: Callable[[RecipeSchema, str], str] = _choose_examples
-    needs: Callable[[RecipeSchema], Needs] = _need_one_pass
+    check: Callable[[RecipeSchema], Iterable[Contradiction]] = lambda recipe: ()
+    fill: Callable[[dict[str, Any]], dict[str, Any]] = lambda values: values
+    rows: Callable[[RecipeSchema, str], str] = lambda recipe, key: "examples"
+    needs: Callable[[RecipeSchema], Needs] = lambda recipe: Needs()
     inputs: Callable[[RecipeSchema], tuple[str, str]] = _describe_model_and_data
     reads_texts: bool = True
     corpus: bool = False

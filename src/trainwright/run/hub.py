@@ -166,10 +166,8 @@ class HubObserver:
                 self._failed(self._step, str(error))
 
     def _failed(self, step: int, why: str) -> None:
-        retry_command = push_command(self._run, self._repository, self._private, step)
-        self._report(
-            f"warning: push: the checkpoint of step {step} was not uploaded: {why}; upload it with {retry_command}"
-        )
+        retry = push_command(self._run, self._repository, self._private, step)
+        self._report(f"warning: push: the checkpoint of step {step} was not uploaded: {why}; upload it with {retry}")
 
 
 _POINTS = 12  # of the curve

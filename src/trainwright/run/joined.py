@@ -303,11 +303,9 @@ class _Participant:
             from trainwright.run.run_worker import Worker, train
 
             prepare_each_machine(lambda: process.prepare(run), self.rendezvous, opened.firsts)
-            with ExitStack() as watch_stack:
+            with ExitStack() as stack:
                 for watcher in WATCHERS.present():
-                    watch_stack.enter_context(
-                        watcher.watch_beside(run, rank_info, failures.terminal, lambda: failures.text)
-                    )
+                    stack.enter_context(watcher.watch_beside(run, rank_info, failures.terminal, lambda: failures.text))
                 worker = Worker(run, opened.resume, rank_info, deadline=deadline, launcher=self.environment.launcher)
                 return run_to_end(functools.partial(train, worker), rank_info.rank)
         except Exception as error:

@@ -430,10 +430,8 @@ class Nodes:
         if self._silence.is_time():
             room = {} if self.room is None else {"room": self.room()}
             self.rendezvous.peers.send_direct(_RUNS, **room)
-        watched_nodes = (
-            self._expected - self._gone.keys() - {self.index} if self.index == 0 else {0} - self._gone.keys()
-        )
-        for index in self._silence.list_silent(watched_nodes) if self.launch is not None else ():
+        others = self._expected - self._gone.keys() - {self.index} if self.index == 0 else {0} - self._gone.keys()
+        for index in self._silence.list_silent(others) if self.launch is not None else ():
             self._is_silent(index)
 
     def _hear(self, kind: str, peer: int, message: Message) -> None:

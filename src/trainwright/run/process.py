@@ -63,10 +63,8 @@ def enter_process(log: Path, *, parent: int | None, keep_console: bool) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    sys.stdout, sys.stderr = (
-        open_lossy_text(1, "utf-8", "backslashreplace"),
-        open_lossy_text(2, "utf-8", "backslashreplace"),
-    )
+    sys.stdout = open_lossy_text(1, "utf-8", "backslashreplace")
+    sys.stderr = open_lossy_text(2, "utf-8", "backslashreplace")
 
 
 def ignore_closed_output() -> None:

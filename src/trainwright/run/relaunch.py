@@ -224,10 +224,8 @@ class Restarts:
             self._times, self._failures, self._stuck = times, failures, (step, int(count))
 
     def _write(self) -> None:
-        file, state = (
-            self._run / _RESTARTS_FILE,
-            {"times": self._times, "failures": self._failures, "stuck": self._stuck},
-        )
+        file = self._run / _RESTARTS_FILE
+        state = {"times": self._times, "failures": self._failures, "stuck": self._stuck}
         self._is_written = False
         with suppress(OSError):  # a full disk does not end a run that can go on
             file.parent.mkdir(exist_ok=True)

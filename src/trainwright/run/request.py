@@ -149,13 +149,13 @@ class RunRequest:
             if self.in_place and (run / run_directory.RECIPE).is_file():
                 raise Stopped(f"{run} was begun by another process meanwhile; run the same command again to resume it")
             if self.run is not None:
-                self._bring_up_to_date(run, resolved.recipe)
+                stores = [
+                    *([build_store(self.url)] if self.url else []),
+                    *list_stores(resolved.recipe.checkpoint.copies, run),
+                ]
+                if stores:
+                    bring_up_to_date(run, stores)
             yield run
-
-    def _bring_up_to_date(self, run: Path, recipe: RecipeSchema) -> None:
-        stores = [*([build_store(self.url)] if self.url else []), *list_stores(recipe.checkpoint.copies, run)]
-        if stores:
-            bring_up_to_date(run, stores)
 
     def discard_fetched(self) -> None:
         """Remove what was fetched for a request that trains nothing."""
@@ -232,10 +232,8 @@ def _fetch_request(
     """Return the request for a run in a remote store, in `logging.run_directory` or runs/<its name> of this machine."""
     store = build_store(url)
     path = ("logging", "run_directory")
-    directory_overrides = [
-        override.removeprefix(_DIRECTORY) for override in overrides if override.startswith(_DIRECTORY)
-    ]
-    directories = [str(parse_value(override, "the command line", path)[0]) for override in directory_overrides]
+    values = [item.removeprefix(_DIRECTORY) for item in overrides if item.startswith(_DIRECTORY)]
+    directories = [str(parse_value(value, "the command line", path)[0]) for value in values]
     name = url.rstrip("/").rpartition("/")[2]
     run = expand_user_path(directories[-1]) if directories and directories[-1] != AUTO else run_directory.RUNS / name
     fetched = fetch_run([store], run, name)

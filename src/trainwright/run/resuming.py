@@ -219,10 +219,8 @@ def _refuse(run: Path, path: Path | Tree | None, changes: list[_Change]) -> None
         return
     resume = f"trainwright train --resume {quote_word(run)}"
     if path is None:
-        first, fix = (
-            f"--resume {quote_word(run)}: these values cannot change when a run is resumed",
-            "remove the override",
-        )
+        first = f"--resume {quote_word(run)}: these values cannot change when a run is resumed"
+        fix = "remove the override"
     else:
         first = f"{path}: differs from {run}, the run to resume"
         fix = f"restore the value, or leave out the recipe ({resume})"

@@ -245,9 +245,7 @@ def _begin(trainer: Trainer, worker: Worker, fork: str | None) -> None:
     """Prepare the task, and load the checkpoint to go on with: the run's newest, or that of the run it forks."""
     strategy, events = trainer.strategy, trainer.training.events
     events.announce("preparing the training")
-    trainer.task.begin(
-        ForwardOnly(strategy), strategy.parameters(), lambda message: events.emit(Notice(message=message))
-    )
+    trainer.task.begin(ForwardOnly(strategy), strategy.parameters(), lambda text: events.emit(Notice(message=text)))
     checkpoint = trainer.find_newest_checkpoint() if worker.resume else None
     if checkpoint is not None:
         events.announce(f"loading {checkpoint.path}")
@@ -277,8 +275,11 @@ def _configure(recipe: RecipeSchema, machine: Machine, rank_info: RankInfo) -> N
     """Set what holds for the whole process: visible GPUs, kernels, threads and cores; check the libraries."""
     if recipe.parallel.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that use any visible GPU
-    if recipe.train.deterministic:
-        _use_deterministic_kernels()
+    if recipe.train.deterministic:  # operations without a deterministic kernel raise an error
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, when the first product is computed
+        torch.use_deterministic_algorithms(True)
+        # Filling new memory shows errors in programs, and takes time.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     _set_precision_of_fp32_products(recipe.train.tf32)
     torch.set_num_threads(process.count_allowed_threads())
     process.keep_freed_memory()
@@ -292,14 +293,6 @@ def _configure(recipe: RecipeSchema, machine: Machine, rank_info: RankInfo) -> N
     _bind(machine, rank_info)
 
 
-def _use_deterministic_kernels() -> None:
-    """Make torch use deterministic kernels only, and raise an error at operations without one."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, when the first product is computed
-    torch.use_deterministic_algorithms(True)
-    # Filling new memory shows errors in programs, and takes time.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
 def _find_gpu(machine: Machine, rank_info: RankInfo) -> Gpu | None:
     """Return the GPU of this process, if it has one."""
     return machine.gpus[rank_info.gpu] if machine.is_here and rank_info.gpu < len(machine.gpus) else None
@@ -307,9 +300,11 @@ def _find_gpu(machine: Machine, rank_info: RankInfo) -> Gpu | None:
 
 def _follow_device(world: World) -> None:
     """Count the seconds of phases on the clock of the GPU, if there is one."""
-    heart = heartbeat.find_own_heartbeat()
-    if heart is not None and world.device.type != "cpu":
-        heart.follow_device(lambda: _record_event(world.device))
+    heart, device = heartbeat.find_own_heartbeat(), world.device
+    if heart is not None and device.type != "cpu":
+        heart.follow_device(
+            lambda: torch.accelerator.current_stream(device).record_event(torch.Event(device, enable_timing=True))
+        )
 
 
 def _report_compilation() -> None:
@@ -319,11 +314,6 @@ def _report_compilation() -> None:
     if (heart := heartbeat.find_own_heartbeat()) is not None:
         on_compile_start(lambda _: heart.begin_within("compilation"))
         on_compile_end(lambda _: heart.end_within())
-
-
-def _record_event(device: torch.device) -> torch.Event:
-    """Return the point that the device's work has reached, on its own clock."""
-    return torch.accelerator.current_stream(device).record_event(torch.Event(device, enable_timing=True))
 
 
 def _bind(machine: Machine, rank_info: RankInfo) -> None:

@@ -167,10 +167,10 @@ class LocalRun:
         with ExitStack() as until_prepared:
 
             def make() -> tuple[Path, str]:
-                run_context = open_recorded_run(
+                recorded_run = open_recorded_run(
                     request, self.resolved, stack, _refuse_stopped, lambda: stopping.requested
                 )
-                return until_prepared.enter_context(run_context)
+                return until_prepared.enter_context(recorded_run)
 
             if nodes is not None:
                 run = nodes.open(make)

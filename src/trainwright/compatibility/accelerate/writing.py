@@ -117,7 +117,7 @@ def write(path: Path, values: dict[str, Any], *, replace: bool) -> Path | None:
     With ``replace``, an existing file is kept under the name returned (default_config.yaml.bak, .bak2, …). Raises
     RequestError if it exists and ``replace`` is not set, or if the path is not writable.
     """
-    text = format_file(path, values)
+    text = json.dumps(values, indent=2) + "\n" if path.suffix == ".json" else _HEADER + to_yaml(values)
     backup = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,13 +132,6 @@ def write(path: Path, values: dict[str, Any], *, replace: bool) -> Path | None:
     except OSError as error:
         raise RequestError(f"{path}: cannot be written: {error.strerror}") from None
     return backup
-
-
-def format_file(path: Path, values: dict[str, Any]) -> str:
-    """Return the text that write() writes."""
-    if path.suffix == ".json":
-        return json.dumps(values, indent=2) + "\n"
-    return _HEADER + to_yaml(values)
 
 
 def _choose_distributed_type(answers: Answers) -> str:

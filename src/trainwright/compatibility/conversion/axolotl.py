@@ -105,7 +105,10 @@ def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
             item["columns.answer"] = "response"
         conversion.take(setting, "model.chat_template", _add_end(conversion, "alpaca"))
     elif word in _TEXTS:
-        _write_as_texts(conversion, setting, item, *_TEXTS[word])
+        prompt, without_input, column, answer = _TEXTS[word]
+        item |= {"prompt": prompt, "prompt_without_input": without_input}
+        item |= {"columns.input": column, "columns.answer": answer}
+        conversion.take(setting, "model.chat_template", _add_end(conversion, "plain"))
     elif re.fullmatch(r"completion|pretrain", word):
         item["format"] = "text"
         conversion.add("taken", setting, "data.train: format text")
@@ -135,13 +138,9 @@ def rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 
 def _add_end(conversion: Conversion, name: str) -> str:
     """Return a template for rows that are written as texts, which end with the end of text that the file sets."""
-    end = _find_end(conversion)
-    return name if end in (None, *_USUAL_ENDS) else read_template(name).replace("eos_token", repr(str(end)))
-
-
-def _find_end(conversion: Conversion) -> Any:
     tokens = conversion.value("special_tokens")
-    return tokens.get("eos_token") if isinstance(tokens, dict) else None
+    end = tokens.get("eos_token") if isinstance(tokens, dict) else None
+    return name if end in (None, *_USUAL_ENDS) else read_template(name).replace("eos_token", repr(str(end)))
 
 
 def _ignore_template(conversion: Conversion) -> None:
@@ -157,19 +156,6 @@ def _ignore_template(conversion: Conversion) -> None:
         del conversion.values["model.chat_template"]
     del conversion.settings["chat_template"]
     conversion.drop(setting, "is not used for rows of this type")
-
-
-def _write_as_texts(
-    conversion: Conversion,
-    setting: Setting,
-    item: dict[str, Any],
-    prompt: str,
-    without_input: str | None,
-    column: str | None,
-    answer: str,
-) -> None:
-    item |= {"prompt": prompt, "prompt_without_input": without_input, "columns.input": column, "columns.answer": answer}
-    conversion.take(setting, "model.chat_template", _add_end(conversion, "plain"))
 
 
 def long_rows(conversion: Conversion, setting: Setting, rule: Rule) -> None:

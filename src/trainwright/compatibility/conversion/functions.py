@@ -126,10 +126,8 @@ def _extract_deepspeed_keys(values: dict[str, Any]) -> dict[str, Any]:
     zero = values.get("zero_optimization")
     zero = zero if isinstance(zero, dict) else {}
     devices = {f"{key}_device": part.get("device") for key, part in zero.items() if isinstance(part, dict)}
-    offload_devices = {
-        key: devices[key] for key in ("offload_optimizer_device", "offload_param_device") if devices.get(key)
-    }
-    return {"zero_stage": zero.get("stage", 0), **offload_devices}
+    offloads = {key: devices[key] for key in ("offload_optimizer_device", "offload_param_device") if devices.get(key)}
+    return {"zero_stage": zero.get("stage", 0), **offloads}
 
 
 def _read_stage(path: Path) -> Any:
@@ -240,10 +238,8 @@ def per_epoch(conversion: Conversion, setting: Setting, rule: Rule) -> None:
 def _take_part_of_epoch(conversion: Conversion, setting: Setting, key: str, parts: int) -> None:
     rows, batch = conversion.options.rows, conversion.values.get("train.global_batch_size")
     if rows is None or batch is None:
-        fallback = (
-            "checkpoints are written by time" if key == "checkpoint.every" else "evaluated before and after training"
-        )
-        conversion.drop(setting, f"{fallback}: pass --rows N, the training rows, for {key} in steps", differs=True)
+        what = "checkpoints are written by time" if key == "checkpoint.every" else "evaluated before and after training"
+        conversion.drop(setting, f"{what}: pass --rows N, the training rows, for {key} in steps", differs=True)
         return
     steps = max(1, math.ceil(rows / batch[0]) // parts)
     conversion.take(setting, key, steps, computed=f"{rows:,} rows / {batch[0]} examples / {parts}")

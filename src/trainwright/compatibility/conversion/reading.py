@@ -47,14 +47,10 @@ def read(path: Path, overrides: Sequence[str] = ()) -> list[Tree]:
         tree.file = path
         launcher = tree.values.get(LAUNCHER)
         if not (isinstance(launcher, dict) and launcher.get("composed")):
-            _set_overrides(tree, overrides)
+            for override in overrides:
+                put(tree, *_parse_assignment(override), Origin(f"argument {override!r}"))
         resolve(tree)
     return trees
-
-
-def _set_overrides(tree: Tree, overrides: Sequence[str]) -> None:
-    for override in overrides:
-        put(tree, *_parse_assignment(override), Origin(f"argument {override!r}"))
 
 
 def _parse_assignment(override: str) -> tuple[str, Any]:

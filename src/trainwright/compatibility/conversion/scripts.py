@@ -354,9 +354,7 @@ class _Constants:
         self._nodes: dict[str, list[ast.expr | None]] = {}  # by name, and by .attribute; None: any value
         self._following: list[str] = []
         self._values: dict[str, Any] = {}
-        in_classes = {
-            id(statement) for node in ast.walk(module) if isinstance(node, ast.ClassDef) for statement in node.body
-        }
+        in_classes = {id(item) for node in ast.walk(module) if isinstance(node, ast.ClassDef) for item in node.body}
         self._returned = dict(_iterate_returned(module))
         parameters = dict(_iterate_parameters(module))
         calls = [node for node in ast.walk(module) if isinstance(node, ast.Call)]

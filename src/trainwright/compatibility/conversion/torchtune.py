@@ -83,9 +83,7 @@ def max_length(conversion: Conversion, setting: Setting, rule: Rule, rows: str, 
 def _find_packing_key(conversion: Conversion) -> str:
     """Return the key that asks for packs, or ""."""
     keys = ("dataset.packed", "dataset[].packed")
-    return next(
-        (setting.key for setting in conversion.settings.values() if setting.pattern in keys and setting.is_on), ""
-    )
+    return next((item.key for item in conversion.settings.values() if item.pattern in keys and item.is_on), "")
 
 
 def global_batch_size(conversion: Conversion, setting: Setting, rule: Rule, micro: str, **sharing: str) -> None:

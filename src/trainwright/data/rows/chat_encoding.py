@@ -112,10 +112,10 @@ class ChatEncoder:
         """
         if not conversations:
             return []
-        located_turns = self._locate_turns(conversations, remarks)
+        locations = self._locate_turns(conversations, remarks)
         encoding = call_tokenizer(
             self._tokenizer,
-            [turns.text for turns in located_turns],
+            [turns.text for turns in locations],
             add_special_tokens=False,  # the template writes them
             return_offsets_mapping=True,
             return_attention_mask=False,
@@ -124,9 +124,7 @@ class ChatEncoder:
         )
         return [
             (list(ids), self._flag_targets(ids, offsets, turns))
-            for ids, offsets, turns in zip(
-                encoding["input_ids"], encoding["offset_mapping"], located_turns, strict=True
-            )
+            for ids, offsets, turns in zip(encoding["input_ids"], encoding["offset_mapping"], locations, strict=True)
         ]
 
     def _flag_targets(self, ids: Sequence[int], offsets: Sequence[Span], located: LocatedTurns) -> list[bool]:

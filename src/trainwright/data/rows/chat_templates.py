@@ -214,9 +214,7 @@ class ChatTemplate:
             return _render_with_tools(apply, _find_tools(some[0]))
 
         try:
-            if any(
-                _find_tools(one) for one in conversations
-            ):  # tools belong to one conversation, so render one at a time
+            if any(_find_tools(one) for one in conversations):  # tools belong to one conversation: render each alone
                 return [text for one in conversations for text in render([one])]
             return list(render(conversations))
         except Exception as error:  # a template may raise anything; find the conversation that fails

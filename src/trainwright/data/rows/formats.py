@@ -228,7 +228,8 @@ def complete_conversation(messages: list[Message], row: Row, remarks: set[str], 
     messages = _join_turns(_trim_to_user(messages, remarks), remarks)
     _check_order(messages)
     _skip_empty(messages, remarks)
-    if tools := read_tools(row, layout.column("tools")):
+    tools_column = layout.column("tools")
+    if tools := _parse_objects(row.get(tools_column), f"the field {tools_column}"):
         messages = [{**messages[0], "tools": tools}, *messages[1:]]
     return messages
 
@@ -515,11 +516,6 @@ def to_row(messages: Sequence[Row]) -> Row:
     tools = [tool for turn in messages for tool in turn.get("tools", ())]
     turns = [{key: value for key, value in turn.items() if key != "tools"} for turn in messages]
     return {"messages": turns, "tools": tools} if tools else {"messages": turns}
-
-
-def read_tools(row: Row, field: str = "tools") -> list[Any]:
-    """Return the tools of a row, or an empty list; raise RequestError if they are not a list of objects."""
-    return _parse_objects(row.get(field), f"the field {field}")
 
 
 def read_calls(turn: Row, location: str) -> list[Any]:

@@ -213,9 +213,7 @@ def detect_format(columns: Sequence[str], first_rows: Sequence[Row] = (), layout
     Raises:
         RequestError: no layout fits; the message lists the columns and the fields of each layout.
     """
-    fitting = [
-        name for name in REQUIRED if _are_filled(first_rows, REQUIRED[name]) and set(REQUIRED[name]) <= {*columns}
-    ]
+    fitting = [name for name in REQUIRED if _are_filled(first_rows, REQUIRED[name]) and {*REQUIRED[name]} <= {*columns}]
     for name in layouts:
         if name in fitting:
             return _add_optional_fields(name, {field: field for field in REQUIRED[name]}, columns)

@@ -132,14 +132,13 @@ class MarkedEncoder:
     def encode(self, rows: Sequence[Marked], remarks: Sequence[set[str]] | None = None) -> list[Encoded]:
         """Return ``(ids, targets)`` of each row; ``remarks`` collects nothing, as rows are not changed."""
         texts = list(dict.fromkeys(part for row in rows for part, _ in row if isinstance(part, str)))
-        ids: dict[Any, Sequence[int]] = dict(zip(texts, self._encode_texts(texts), strict=True)) if texts else {}
+        ids: dict[Any, Sequence[int]] = {}
+        if texts:
+            encoding = call_tokenizer(
+                self._tokenizer, texts, add_special_tokens=False, return_attention_mask=False, verbose=False
+            )
+            ids = dict(zip(texts, encoding["input_ids"], strict=True))
         return [self._encoded((ids.get(part, part), target) for part, target in row) for row in rows]
-
-    def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
-        encoding = call_tokenizer(
-            self._tokenizer, texts, add_special_tokens=False, return_attention_mask=False, verbose=False
-        )
-        return list(encoding["input_ids"])
 
     def _encoded(self, parts: Iterable[tuple[Any, bool]]) -> Encoded:
         ids, targets = list[int](), list[bool]()

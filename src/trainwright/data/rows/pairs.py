@@ -148,9 +148,7 @@ def _check_beginning(row: Row, layout: RowLayout, sides: Mapping[str, Sequence[M
         return
     if isinstance(prompt, str):
         prompt_turns = parse_transcript(prompt)
-        is_same = prompt_turns == list(beginning) or any(
-            turn["content"].strip() == prompt.strip() for turn in beginning
-        )
+        is_same = prompt_turns == [*beginning] or any(turn["content"].strip() == prompt.strip() for turn in beginning)
     else:
         is_same = read_turns_field(row, column) == list(beginning)
     if not is_same:

@@ -110,7 +110,8 @@ class RowIndex:
         return Repetition.REPEATED if first == rest_digest else Repetition.DIFFERENT
 
     def _is_like_another(self, row: Row) -> bool:
-        signature = _compute_signature(" ".join(_list_texts(row)))
+        texts = [str(turn["content"]) for turn in _list_turns(row) if turn["role"] != "system"]
+        signature = _compute_signature(" ".join(texts or [str(row.get("text", ""))]))
         if signature is None:
             return False
         bands = [bytes([band]) + signature[band].tobytes() for band in range(_BANDS)]
@@ -136,11 +137,6 @@ def _compute_signature(text: str) -> Any:
     # Both factors are below 2^32, so the product does not overflow.
     values = (hashes[:, None] * _COEFFICIENTS[0] + _COEFFICIENTS[1]) % np.uint64(_PRIME)
     return values.min(0).reshape(_BANDS, _ROWS)
-
-
-def _list_texts(row: Row) -> list[str]:
-    texts = [str(turn["content"]) for turn in _list_turns(row) if turn["role"] != "system"]
-    return texts or [str(row.get("text", ""))]
 
 
 @dataclass

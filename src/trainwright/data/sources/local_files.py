@@ -163,9 +163,7 @@ def _find_directory_files(path: Path, selectors: list[str], key: str) -> SourceF
         return _choose_config_files(path, configs, selectors, key)
     _refuse_model(path, key)
     files = list_row_files(path) or [file for inside in _list_subdirectories(path) for file in list_row_files(inside)]
-    if all(
-        parse_suffix(file) == ".txt" and not _find_split(path, file) for file in files
-    ):  # texts without splits of rows
+    if all(parse_suffix(file) == ".txt" and not _find_split(path, file) for file in files):  # texts without splits
         if selectors:
             raise RequestError(f"{key}: {path} has no data files, so it has no split {selectors[-1]}")
         return SourceFiles(_list_documents(path, key), True)

@@ -108,15 +108,11 @@ def _collect() -> list[dict[str, str]]:
         if len(answer) < SHORTEST_ANSWER or answer in answers:
             continue
         answers.add(answer)
-        rows.append({"question": _phrase_question(kind, name), "answer": answer})
+        phrasings = _PHRASINGS[kind]
+        choice = hashlib.sha256(name.encode()).digest()[0] % len(phrasings)
+        rows.append({"question": phrasings[choice].format(name), "answer": answer})
     random.Random(0).shuffle(rows)
     return rows
-
-
-def _phrase_question(kind: str, name: str) -> str:
-    phrasings = _PHRASINGS[kind]
-    choice = hashlib.sha256(name.encode()).digest()[0] % len(phrasings)
-    return phrasings[choice].format(name)
 
 
 def _clean_docstring(text: str) -> str:

@@ -181,10 +181,8 @@ def iterate_source(
     placed_rows: Iterator[tuple[str, Row]]
     if source_files is None:
         is_stream = stream and find_registered_source(name, key) is None
-        every = (
-            islice(load_hub_rows(name, key, stream=True), begin, end) if is_stream else read_rows(source, limit, key)
-        )
-        return ((f"{name}: row {number}", dict(row)) for number, row in enumerate(every, begin + 1))
+        rows = islice(load_hub_rows(name, key, stream=True), begin, end) if is_stream else read_rows(source, limit, key)
+        return ((f"{name}: row {number}", dict(row)) for number, row in enumerate(rows, begin + 1))
     files = source_files.files if stream else source_files.usable()
     if _are_tables(source_files.files):
         placed_rows = chain.from_iterable(map(_iterate_table_rows, files))
@@ -453,10 +451,8 @@ def _build_table(files: Sequence[Path], limit: int | None, narrowing: Narrowing 
                 raise
             columns = list(dict.fromkeys(name for table in tables() for name in table.column_names))
             first = _to_rows(files[0], next(tables()).slice(0, _FIRST))
-            used_columns = narrowing(columns, first)(dict.fromkeys(columns, True)).keys()
-            return join(
-                _drop_values(table, [name for name in columns if name not in used_columns]) for table in tables()
-            )
+            used_names = narrowing(columns, first)(dict.fromkeys(columns, True)).keys()
+            return join(_drop_values(table, [name for name in columns if name not in used_names]) for table in tables())
     except pa.ArrowException as error:
         raise RequestError(f"{files[0].parent}: the files' columns differ in type: {error}") from None
 

@@ -241,9 +241,7 @@ def tokenize_and_split(
             train.append((rows, indices[train_indices]))
             held_out.append((rows, indices[aside]))
         separate = {key: tokenized(source, key) for source, key in data.validation_sources}
-        used_apart = {
-            key: select_used_rows([rows])[0] for key, rows in separate.items()
-        }  # a set does not depend on others
+        used_apart = {key: select_used_rows([rows])[0] for key, rows in separate.items()}  # each set by itself
         sets: dict[str, Chosen] = {}
         for name, rows_of_set in data.validation_sets.items():
             key = f"data.validation.{name}" if name else "data.validation"
@@ -265,14 +263,10 @@ def tokenize_and_split(
             lines += describe_mixture(data, mixture)
         if validation_rows and (len(sources) > 1 or separate) and (both := _count_in_both(train, validation_rows)):
             lines.append(f"validation: {both:,} of its examples are also trained on")
-        report = sources[0].report() if len(sources) == 1 else _join_reports(sources)
-        counts = [_write(directory / "train", train, report, mixture)]
+        counts = [_write(directory / "train", train, _join_reports(sources), mixture)]
         if validation_rows:
             validation_sources = [*(sources if data.held_out is not None else []), *separate.values()]
-            report = (
-                validation_sources[0].report() if len(validation_sources) == 1 else _join_reports(validation_sources)
-            )
-            counts.append(_write(directory / "validation", validation_rows, report, None))
+            counts.append(_write(directory / "validation", validation_rows, _join_reports(validation_sources), None))
             np.save(directory / HELD_OUT, _number_rows(validation_rows))
     lines.append(_split_line(counts, ", ".join(hows)))
     set_sizes = {name: _count_examples(selection) for name, selection in sets.items() if name}
@@ -374,6 +368,8 @@ def _count_in_both(train: Chosen, validation_rows: Chosen) -> int:
 def _join_reports(sources: Sequence[TokenRows]) -> dict[str, Any]:
     """Combine the reports of several sources; ``parts`` holds the individual ones."""
     reports = [rows.report() for rows in sources]
+    if len(reports) == 1:
+        return reports[0]
     counts: dict[str, Any] = {
         key: sum(report[key] for report in reports) for key, value in reports[0].items() if isinstance(value, int)
     }

@@ -191,9 +191,7 @@ class StagedOrder:
     def lines(self, names: Sequence[str], steps: int, examples: int) -> Iterator[str]:
         """Yield a line about each stage of a run of so many steps and examples."""
         ends = [*self._starts[1:], _Start(steps, examples, np.zeros(0, np.int64))]
-        for number, (stage, start, end) in enumerate(
-            zip(self._stages.stages, self._starts, ends, strict=False), start=1
-        ):
+        for number, (stage, start, end) in enumerate(zip(self._stages.stages, self._starts, ends, strict=False), 1):
             total = end.position - start.position
             counts = _compute_turns(stage.weights, total, 0)[0]
             of_sources = zip(counts, names, stage.weights, strict=True)

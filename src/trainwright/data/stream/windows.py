@@ -289,10 +289,8 @@ def prepare_windows(
         train, sizes = [], compute_validation_sizes(data, [corpus.token_count for corpus in corpora])
         for corpus, share, key in zip(corpora, sizes, data.source_keys, strict=True):
             size = share if isinstance(share, float) else max(1, share or 0)
-            training, aside = split_spans(
-                corpus, data.max_length, size, recipe.train.seed, contiguous=contiguous, key=key
-            )
-            train.append(training)
+            part, aside = split_spans(corpus, data.max_length, size, recipe.train.seed, contiguous=contiguous, key=key)
+            train.append(part)
             held_out.append(aside)
     sets = {
         name: [next(separate)] if isinstance(rows, SourceSection) else held_out

@@ -93,9 +93,8 @@ class Lengths:
         """Return the mean number of examples of random global batches of at most ``tokens``."""
         draw, some = random.Random(0), min(tokens, max(self.longest, round(_MAX_SAMPLED * self.mean)))
         lengths = iter(lambda: draw.choice(self.quantiles), None)
-        return max(
-            1, round(fmean(count_examples_within(lengths, some) for _ in range(_SAMPLED_BATCHES)) * tokens / some)
-        )
+        mean = fmean(count_examples_within(lengths, some) for _ in range(_SAMPLED_BATCHES))
+        return max(1, round(mean * tokens / some))
 
     def estimate_max_batch_tokens(self, global_batch_size: int, steps: int | None = None) -> float:
         """Return the most tokens of a global batch, over as many random batches as a run has steps, if it is short."""

@@ -201,10 +201,6 @@ class StreamingSection(Section):
     )
 
 
-def _convert_streaming(value: Any) -> Any:
-    return {True: {}, False: None}[value] if isinstance(value, bool) else value
-
-
 Sources = Annotated[
     Annotated[Text, Tag("one")] | Annotated[Annotated[list[SourceSection], Field(min_length=1)], Tag("several")],
     Discriminator(_discriminate_sources),
@@ -217,14 +213,6 @@ def _set_name(name: str) -> str:
     return name
 
 
-def _discriminate_section(value: Any) -> str:
-    return "section" if isinstance(value, dict | Section) else "rows"
-
-
-def _discriminate_sets(value: Any) -> str:
-    return "sets" if isinstance(value, dict) else "one"
-
-
 def _check_one_held_out(sets: dict[str, Any]) -> dict[str, Any]:
     if sum(isinstance(rows, int | float) for rows in sets.values()) > 1:
         raise PydanticCustomError("held_out", "at most one set of rows of train; the others are sources")
@@ -233,12 +221,13 @@ def _check_one_held_out(sets: dict[str, Any]) -> dict[str, Any]:
 
 SetName = Annotated[Text, AfterValidator(_set_name)]
 ValidationSet = Annotated[
-    Annotated[HeldOutRows, Tag("rows")] | Annotated[RowsSection, Tag("section")], Discriminator(_discriminate_section)
+    Annotated[HeldOutRows, Tag("rows")] | Annotated[RowsSection, Tag("section")],
+    Discriminator(lambda value: "section" if isinstance(value, dict | Section) else "rows"),
 ]
 Validation = Annotated[
     Annotated[ValidationRows, Tag("one")]
     | Annotated[dict[SetName, ValidationSet], Field(min_length=1), AfterValidator(_check_one_held_out), Tag("sets")],
-    Discriminator(_discriminate_sets),
+    Discriminator(lambda value: "sets" if isinstance(value, dict) else "one"),
 ]
 
 
@@ -267,7 +256,10 @@ class DataSection(Section):
         "max_length}. The examples of a step follow from the recipe and the data alone. A source goes on in a later "
         "stage where it stopped. Needs train.max_steps or train.max_tokens.",
     )
-    streaming: Annotated[StreamingSection | None, BeforeValidator(_convert_streaming)] = Field(
+    streaming: Annotated[
+        StreamingSection | None,
+        BeforeValidator(lambda value: {True: {}, False: None}[value] if isinstance(value, bool) else value),
+    ] = Field(
         None,
         description="Tokenize the rows of train, in their order, while training: for sources that are longer than the "
         "disk, or whose tokens are. true: with the defaults. Behind its last row, a source begins again. Needs "

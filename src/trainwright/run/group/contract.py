@@ -117,9 +117,8 @@ def check_agreement(recipe: RecipeSchema, task: Task, world: World) -> None:
         **{("settings", name): value for name, value in _read_settings().items()},
         **{("recipe", name): value for name, value in _iterate_keys(recipe)},
     }
-    if (
-        weights := _fingerprint_weights(task.module) if task.weights is None else task.weights.fingerprint()
-    ) is not None:
+    weights = _fingerprint_weights(task.module) if task.weights is None else task.weights.fingerprint()
+    if weights is not None:
         values["weights", "fingerprint"] = weights
     planned_values: dict[tuple[str, str], Any] = {("processes", "number"): recipe.parallel.num_processes}
     if recipe.parallel.device != "auto":

@@ -188,11 +188,9 @@ def _query_gpus() -> list[str | None]:
     def uuid(name: str) -> str | None:
         by_index = name.isdigit()
         try:
-            handle = (
-                pynvml.nvmlDeviceGetHandleByIndex(int(name)) if by_index else pynvml.nvmlDeviceGetHandleByUUID(name)
-            )
-            pynvml.nvmlDeviceGetUtilizationRates(handle)
-            return str(pynvml.nvmlDeviceGetUUID(handle))
+            gpu = pynvml.nvmlDeviceGetHandleByIndex(int(name)) if by_index else pynvml.nvmlDeviceGetHandleByUUID(name)
+            pynvml.nvmlDeviceGetUtilizationRates(gpu)
+            return str(pynvml.nvmlDeviceGetUUID(gpu))
         except pynvml.NVMLError_NotSupported:  # a slice of a GPU
             return name
         except (pynvml.NVMLError_InvalidArgument, pynvml.NVMLError_NotFound):  # CUDA also reads the beginning of a UUID

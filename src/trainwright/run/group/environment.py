@@ -357,10 +357,8 @@ def _read_slurm(variables: Variables) -> LaunchEnvironment:
     size = variables.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", default=1)
     nodes = variables.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", default=1)
     node = variables.number("SLURM_NODEID", default=0)
-    job, step = (
-        variables.text("SLURM_JOB_ID", "SLURM_JOBID") or "0",
-        variables.text("SLURM_STEP_ID", "SLURM_STEPID") or "0",
-    )
+    job = variables.text("SLURM_JOB_ID", "SLURM_JOBID") or "0"
+    step = variables.text("SLURM_STEP_ID", "SLURM_STEPID") or "0"
     counts = _parse_tasks_per_node(variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     address, port = variables.text("MASTER_ADDR"), variables.number("MASTER_PORT", default=0) or None
     if nodes > 1:

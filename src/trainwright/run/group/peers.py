@@ -346,7 +346,8 @@ class Peers:
         job, peer = message.get("job"), message.get("peer")
         if message["kind"] != _HELLO or not isinstance(job, dict) or not self._is_peer(peer):
             return ["program"]
-        return list_differences(self.job, job) or (["member"] if peer in self._members else [])
+        different_keys = [key for key in dict.fromkeys([*self.job, *job]) if self.job.get(key) != job.get(key)]
+        return different_keys or (["member"] if peer in self._members else [])
 
     def _is_peer(self, index: object) -> bool:
         return type(index) is int and 0 <= index < self._size
@@ -445,11 +446,6 @@ def build_job(
         "size": str(size),
         "arguments": _digest(list(arguments)),
     }
-
-
-def list_differences(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
-    """Return the keys in which two jobs differ."""
-    return [key for key in dict.fromkeys([*one, *other]) if one.get(key) != other.get(key)]
 
 
 def _digest(values: list[str]) -> str:

@@ -331,9 +331,8 @@ def meet_ranks(environment: LaunchEnvironment, arguments: Sequence[str], seconds
         return _meet_announced(environment, _LaunchersStore(environment, (address, port), seconds), seconds, shared)
     job = build_job(environment.size, arguments, environment.job_everywhere)
     fix = "set MASTER_PORT to a free one, the same for every process of the job"
-    return meet(
-        "rank", Membership(environment.rank, environment.size, (address, port), seconds), job, fix, shared=shared
-    )
+    member = Membership(environment.rank, environment.size, (address, port), seconds)
+    return meet("rank", member, job, fix, shared=shared)
 
 
 # Rank 0's name for a start of the job, and the port at which it is.

@@ -154,10 +154,8 @@ class ConsoleObserver:
         self._write(text.wrap_block(event["text"], "    ", width))
 
     def _report_checkpoint(self, event: EventRecord) -> None:
-        blocked_seconds, slowed_seconds = (
-            event.get("blocked_seconds", event["seconds"]),
-            event.get("slowed_seconds", 0.0),
-        )
+        blocked_seconds = event.get("blocked_seconds", event["seconds"])
+        slowed_seconds = event.get("slowed_seconds", 0.0)
         self._write(
             f"step {event['step']}: checkpoint {event['path']} in {event['seconds']:.1f} s"
             + (f", training waited {blocked_seconds:.1f} s" if blocked_seconds < event["seconds"] else "")

@@ -343,29 +343,20 @@ def _end_of_job() -> tuple[datetime, str] | None:
     if job is None:
         return None
     end = os.environ.get(_JOB_END, "")
-    if not end.isdigit():
-        end = _ask_slurm(job)
+    if not end.isdigit():  # older versions of Slurm do not set it
+        lines = _run_command("squeue", "--noheader", "--format", "%e", "--jobs", job).split()
+        end = lines[0] if lines else ""
     try:
         job_end = datetime.fromtimestamp(int(end)) if end.isdigit() else datetime.fromisoformat(end)
     except (ValueError, OverflowError, OSError):  # no limit, or no scheduler that could be asked
         return None
-    source, ahead = f"the time limit of Slurm job {job}", _measure_clock_lead()
+    source = f"the time limit of Slurm job {job}"
+    match = _SLURM_CLOCK.search(_run_command("sdiag"))
+    ahead = 0.0 if match is None else time.time() - float(match[1])  # of the scheduler, which ends the job
     if abs(ahead) <= _CLOCK_SECONDS:
         return job_end.astimezone(), source
     apart = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the scheduler's"
     return job_end.astimezone() + timedelta(seconds=ahead), f"{source}; this node's clock is {apart}, which counts"
-
-
-def _measure_clock_lead() -> float:
-    """Return by how many seconds this node's clock is ahead of the scheduler's, which ends the job; 0 if unknown."""
-    match = _SLURM_CLOCK.search(_run_command("sdiag"))
-    return 0.0 if match is None else time.time() - float(match[1])
-
-
-def _ask_slurm(job: str) -> str:
-    """Return the end of the job as squeue shows it; older versions of Slurm do not set it in the environment."""
-    lines = _run_command("squeue", "--noheader", "--format", "%e", "--jobs", job).split()
-    return lines[0] if lines else ""
 
 
 def _run_command(*command: str) -> str:
