@@ -255,7 +255,7 @@ def _find_references(metrics: Sequence[str], log: Path, model: Path | str) -> di
 
     metric_options = {METRICS[name].option for name in metrics}
     options = {"reference_log": log, "reference_model": model}
-    return {name: str(model) for name, model in options.items() if f"--{name.replace('_', '-')}" in metric_options}
+    return {name: str(value) for name, value in options.items() if f"--{name.replace('_', '-')}" in metric_options}
 
 
 FIELD = "alternate"

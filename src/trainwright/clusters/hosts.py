@@ -386,7 +386,6 @@ class _Remote:
             thread.start()
 
     def send(self, name: str) -> None:
-        """Send a signal to the command."""
         assert self.process.stdin is not None
         with suppress(OSError, ValueError):
             self.process.stdin.write(f"{name}\n".encode())
@@ -491,7 +490,6 @@ class _Group:
         return HostsResult(choose_exit_code([*codes, *(EXIT_FAULT for _ in lost)]), lost, stopped)
 
     def end(self) -> None:
-        """End all connections."""
         for remote in self._remotes:
             remote.hang_up()
 

@@ -194,8 +194,6 @@ _USED_BY = {
     "mount": (KUBERNETES, SKYPILOT),
     "spot": (SKYPILOT,),
 }
-# Of these, other schedulers have no need.
-_STARTS_AGAIN = ("jobs", "until_done")
 _CARD = re.compile(r"(?:\d+\s*[x×*]\s*)?(.+)")
 
 
@@ -264,7 +262,7 @@ def resolve_settings(recipe: RecipeSchema, options: Mapping[str, Any], to: str |
         raise RequestError("\n".join(_describe_problems(error, _format_option))) from None
     for key in _list_unused(settings):
         why = f"{settings.scheduler} has no such setting"
-        if key in _STARTS_AGAIN:
+        if key in ("jobs", "until_done"):
             why = f"a job of {settings.scheduler} starts its run again by itself"
         location = _format_option(key) if key in options_set else f"launch.{key}"
         raise RequestError(f"{location}: is for {' and '.join(_USED_BY[key])}, and {why}; remove it")

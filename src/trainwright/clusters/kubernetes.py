@@ -52,12 +52,10 @@ class _Plain(yaml.SafeDumper):
     """Write what occurs twice twice: kubectl knows anchors, people who read it might not."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """Return True."""
         return True
 
 
 def _build_jobset(job: Job) -> dict[str, Any]:
-    """Return the JobSet of a job."""
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -110,7 +108,6 @@ def _build_jobset_spec(
 
 
 def _build_trainjob(job: Job) -> list[dict[str, Any]]:
-    """Return the TrainingRuntime and the TrainJob of a job."""
     nodes = job.settings.nodes or 1
     spec: dict[str, Any] = {
         "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": _format_name(job)},
@@ -175,12 +172,10 @@ def _format_name(job: Job) -> str:
 
 
 def _build_metadata(job: Job) -> dict[str, Any]:
-    """Return the metadata of the job's object."""
     return {"name": _format_name(job), "labels": _build_labels(job), "annotations": {"trainwright/run": str(job.run)}}
 
 
 def _build_labels(job: Job) -> dict[str, str]:
-    """Return the labels of the job's objects and pods."""
     return {"app.kubernetes.io/name": "trainwright", "app.kubernetes.io/instance": _format_name(job)}
 
 

@@ -460,6 +460,5 @@ def submit(
 
 
 def _format_job(job: Job) -> str:
-    """Return the job's file."""
     text: str = import_module(_WRITERS[job.settings.scheduler]).format_job(job)
     return text

@@ -40,7 +40,6 @@ from trainwright.compatibility.accelerate.translation import interpret
 from trainwright.errors import EXIT_FINISHED, EXIT_STOPPED, MachineError, RequestError, TrainwrightError
 from trainwright.machine.accelerators import refuse_unusable
 from trainwright.machine.detect import detect
-from trainwright.machine.machine import Machine
 from trainwright.recipe.files import describe_missing_file
 from trainwright.run import run_directory
 from trainwright.run.group.addresses import format_address
@@ -167,10 +166,15 @@ def _build_plan(options: ScriptOptions) -> ScriptPlan:
     machine = detect()
     refuse_unusable(machine)
     processes = _divide_processes(options.num_processes, met) or choose_processes(machine)
-    _check_gpus(processes, machine)
+    gpus = len(machine.gpus)
+    if gpus and processes > gpus:
+        raise MachineError(
+            f"--num-processes: {processes} processes, but there {('are' if gpus > 1 else 'is')} {gpus} "
+            f"GPU{'s' * (gpus > 1)}; use --num-processes {gpus}, or --cpu"
+        )
     if not machine.gpus:
         variables["ACCELERATE_USE_CPU"] = "true"
-    return ScriptPlan(processes, not machine.gpus, variables, None, machine.cpu_cores, len(machine.gpus), met)
+    return ScriptPlan(processes, not machine.gpus, variables, None, machine.cpu_cores, gpus, met)
 
 
 def _divide_processes(processes: int | None, met: NodeRendezvous | None) -> int | None:
@@ -218,15 +222,6 @@ def _build_plan_from_file(source: AccelerateConfig, options: ScriptOptions) -> S
     variables = build_worker_environment(source, translation, on_cpu=on_cpu)
     gpus = len(detect().gpus)
     return ScriptPlan(processes, on_cpu, variables, source.name, machine.cpu_cores, gpus, met)
-
-
-def _check_gpus(processes: int, machine: Machine) -> None:
-    gpus = len(machine.gpus)
-    if gpus and processes > gpus:
-        raise MachineError(
-            f"--num-processes: {processes} processes, but there {('are' if gpus > 1 else 'is')} {gpus} "
-            f"GPU{'s' * (gpus > 1)}; use --num-processes {gpus}, or --cpu"
-        )
 
 
 def _run(script: str, module: bool, arguments: tuple[str, ...], plan: ScriptPlan, logs: Path | None) -> int:

@@ -613,7 +613,6 @@ def check_processes(recipe: RecipeSchema) -> Iterator[Contradiction]:
 
 
 # Keys of `parallel` that every strategy reads.
-_OF_ALL = ("strategy", "num_processes", "device", "timeout")
 
 
 def find_implied_strategy(parallel: ParallelSection) -> tuple[str, str] | None:
@@ -629,7 +628,7 @@ def find_implied_strategy(parallel: ParallelSection) -> tuple[str, str] | None:
 
 def _list_strategy_keys(parallel: ParallelSection) -> list[str]:
     """Return the keys that not every strategy reads and whose value is not the default."""
-    return [key for key in parallel.changed() if key not in _OF_ALL]
+    return [key for key in parallel.changed() if key not in ("strategy", "num_processes", "device", "timeout")]
 
 
 def _list_readers(key: str) -> list[str]:

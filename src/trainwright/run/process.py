@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from trainwright.recipe.schema import RecipeSchema
 
 _ALLOCATOR_OPTIONS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is its older name
-# Of oneDNN and of torch: how many shapes of products they cache code for; 1,024 by default. Read at the first product.
-_PRODUCT_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # malloc.h
 
 _console: TextIO | None = None
@@ -148,7 +146,8 @@ def keep_freed_memory() -> None:
 
 def limit_product_caches() -> None:
     """Limit the memory of code for products of varied shapes (models/linear_losses.py), unless the user has done so."""
-    for name in _PRODUCT_CACHES:
+    # How many shapes of products oneDNN and torch cache code for; 1,024 by default. Read at the first product.
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(CACHED_PRODUCTS))
 
 

@@ -283,7 +283,6 @@ def _find_run(resume: str, recipe: Path | Tree | None, overrides: list[str]) -> 
 
 
 def _choose_stem(recipe: Path | Tree) -> str:
-    """Return the name stem for runs of a recipe."""
     file = _find_file(recipe)
     return "recipe" if file is None else run_directory.choose_stem(file)
 

@@ -294,7 +294,6 @@ def _configure(recipe: RecipeSchema, machine: Machine, rank_info: RankInfo) -> N
 
 
 def _find_gpu(machine: Machine, rank_info: RankInfo) -> Gpu | None:
-    """Return the GPU of this process, if it has one."""
     return machine.gpus[rank_info.gpu] if machine.is_here and rank_info.gpu < len(machine.gpus) else None
 
 

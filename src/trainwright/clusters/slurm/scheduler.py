@@ -24,7 +24,6 @@ COMMENT = "trainwright:"  # of a job; the run directory follows, as squeue shows
 _SECONDS = 60
 _SUBMIT_SECONDS = 180  # sbatch itself tries for two minutes
 _FIELDS = "%A|%F|%K|%T|%r|%S|%N|%k"
-_NOT_SET = ("N/A", "")
 # What Slurm's commands say while its controller restarts or is overloaded.
 _AWAY = re.compile(r"unable to contact|timed out|zero bytes", re.IGNORECASE)
 # What they say of a job that Slurm has put back into the queue itself.
@@ -244,7 +243,7 @@ def _count_gpus(devices: str) -> int:
 def _parse_queued_job(fields: Sequence[str]) -> QueuedJob:
     number, array, index, state, reason, _, nodes, comment = fields
     run = Path(comment.removeprefix(COMMENT))
-    if index in _NOT_SET:
+    if index in ("N/A", ""):
         return QueuedJob(number, run, state, reason, nodes)
     if index.isdigit():
         return QueuedJob(f"{array}_{index}", run / index, state, reason, nodes, run)
@@ -319,8 +318,6 @@ _VARIABLES = {
     "requeue": ("NO_REQUEUE",),
     "time": ("TIMELIMIT",),
 }
-# A job is an array only if its file says so, and is submitted without waiting for its end.
-_NEVER = ("ARRAY_INX", "WAIT")
 # Slurm's variables that no job sets.
 _OF_CLUSTER = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT")
 
@@ -329,7 +326,8 @@ def select_overriding(script: str, variables: Iterable[str]) -> list[str]:
     """Return those of the variables that override what a job's file asks for."""
     script_options = {long or _LONG.get(short, "") for long, short in _OPTION.findall(script)}
     also = (name for option in script_options for name in _VARIABLES.get(option, ()))
-    names = {*(option.upper().replace("-", "_") for option in script_options), *also, *_NEVER}
+    # A job is an array only if its file says so, and is submitted without waiting for its end.
+    names = {*(option.upper().replace("-", "_") for option in script_options), *also, "ARRAY_INX", "WAIT"}
     return sorted({f"SBATCH_{name}" for name in names - {"REQUEUE"}} & set(variables))
 
 

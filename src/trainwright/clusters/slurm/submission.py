@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from trainwright.planning.plan import RunPlan
 
 
-_SCRIPT = "job.sbatch"
 _REQUEUE = "trainwright.clusters.slurm.job_step"
 _NO_ARRAY = f"unset SLURM_ARRAY_JOB_ID {ARRAY_ELEMENT}  # of a job that has submitted this one"
 # Of the time before the limit; a run stops by itself as early as its steps and checkpoints need.
@@ -48,7 +47,7 @@ def locate_job_directory(job: Job) -> Path:
 
 def locate_job_file(job: Job) -> Path:
     """Return the path of the job's file."""
-    return locate_job_directory(job) / _SCRIPT
+    return locate_job_directory(job) / "job.sbatch"
 
 
 def is_series(job: Job) -> bool:

@@ -97,8 +97,6 @@ class Accelerate:
     default_file = staticmethod(default_file)
 
 
-_ENVIRONMENT = "the environment of accelerate launch"
-
 # Key of fsdp_config -> variable and the value that Accelerate's launcher sets by default.
 _FSDP: dict[str, tuple[str, str | None]] = {
     "fsdp_version": ("FSDP_VERSION", "1"),
@@ -288,7 +286,7 @@ def _build_source(variables: Mapping[str, str]) -> AccelerateConfig:
     values["distributed_type"], values["use_cpu"] = kind, on_cpu
     origins |= {("distributed_type",): variable, ("use_cpu",): "ACCELERATE_USE_CPU"}
     return AccelerateConfig(
-        name=_ENVIRONMENT,
+        name="the environment of accelerate launch",
         values=values,
         places=origins,
         directory=Path(),

@@ -16,12 +16,11 @@ from trainwright.utils.paths import expand_user_path
 
 _DEVICES = ("NONE", "CPU", "NVME")
 _DEFAULT_STAGE = 2  # Accelerate's default, if neither the file nor a JSON file sets it
-_SAVED_WHOLE = "final/ is always one full model"
 _EACH = "start the hosts to use with --hosts or --hostfile over ssh, or the command once on each machine, as with srun"
 _OFFLOADED = {"optimizer": "parallel.offload_optimizer", "param": "parallel.offload_parameters"}
 _DEEPSPEED_NOTES = {
     "zero3_init_flag": "with zero3, weights are always loaded shard by shard",
-    "zero3_save_16bit_model": _SAVED_WHOLE,
+    "zero3_save_16bit_model": "final/ is always one full model",
     "deepspeed_moe_layer_cls_names": "experts are sharded like all other layers",
     "deepspeed_hostfile": "pass the file to the command, which starts its hosts: train RECIPE --hostfile FILE",
     "deepspeed_inclusion_filter": _EACH,
@@ -168,7 +167,6 @@ def _read_json_precision(path: Path, values: dict[str, Any], draft: Draft) -> No
 
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
-_WRAP_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 _STATE_DICTS = {
     "FULL_STATE_DICT": "checkpoints are always sharded; final/ is one full model",
     "LOCAL_STATE_DICT": "as with SHARDED_STATE_DICT: checkpoints are sharded and load with any number of processes",
@@ -274,7 +272,7 @@ def _read_reshard(part: ConfigSection) -> bool | None:
 
 
 def _read_wrap(part: ConfigSection, draft: Draft) -> None:
-    policy = part.choice("fsdp_auto_wrap_policy", _WRAP_POLICIES)
+    policy = part.choice("fsdp_auto_wrap_policy", ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"))
     classes = part.names("fsdp_transformer_layer_cls_to_wrap")
     if classes and policy in (None, "TRANSFORMER_BASED_WRAP"):
         draft.set("parallel.wrap", classes, part.place("fsdp_transformer_layer_cls_to_wrap"))

@@ -33,7 +33,6 @@ from trainwright.recipe.loading import check_tree
 from trainwright.recipe.schema import build_recipe_model
 from trainwright.recipe.yaml_text import KeyPath, Origin, Tree, format_key_path
 
-_FOLDER = Path(__file__).parent / "tables"
 NULL = "null"  # TOML has no null
 PASS_ROWS = "write the rows that reach the trainer to a file, and pass --train FILE"
 
@@ -151,7 +150,7 @@ def load_table(name: str) -> Table:
 
 def read_document(name: str) -> dict[str, Any]:
     """Return a table as its file has it."""
-    return tomllib.loads((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+    return tomllib.loads((Path(__file__).with_name("tables") / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def _parse_rule(written: Any) -> Rule:

@@ -23,13 +23,12 @@ from trainwright.utils.text import format_plural
 
 _PROCESSES = ("num_processes", "nproc_per_node", "num_gpus")
 _AS_SHOWN = "logging_steps"  # as often as figures are shown, without a number of steps
-_MACHINES = ("num_machines", "nnodes", "num_nodes")
 
 
 def read_launcher(conversion: Conversion) -> None:
     """Set the number of processes, and what an Accelerate file says that the command names."""
     counts = [conversion.value(f"{LAUNCHER}.{name}") for name in _PROCESSES]
-    machines = [conversion.value(f"{LAUNCHER}.{name}") for name in _MACHINES]
+    machines = [conversion.value(f"{LAUNCHER}.{name}") for name in ("num_machines", "nnodes", "num_nodes")]
     processes = next((count for count in counts if isinstance(count, int) and count > 0), None)
     nodes = next((count for count in machines if isinstance(count, int) and count > 0), 1)
     if processes is not None and conversion.value(f"{LAUNCHER}.nproc_per_node"):
@@ -59,13 +58,10 @@ def _replace_files(config: AccelerateConfig, path: Path) -> AccelerateConfig:
     return config if file is None else replace(config, directory=Path(str(file).removesuffix(name) or "."))
 
 
-_SIGMOID = ("sigmoid", ["sigmoid"])
-
-
 def loss_of_pairs(conversion: Conversion, setting: Setting, rule: Rule) -> None:
     """Take a loss that trainers name alike; sigmoid is the loss of the trainer itself."""
     program = str(conversion.value(f"{LAUNCHER}.program"))
-    if setting.value in _SIGMOID and program not in ("kto", "orpo"):
+    if setting.value in ("sigmoid", ["sigmoid"]) and program not in ("kto", "orpo"):
         conversion.take(setting, "dpo.loss", program if program in ("cpo", "simpo") else "dpo")
     elif setting.value in ("hinge", "ipo") and program not in ("kto", "orpo", "cpo", "simpo"):
         conversion.take(setting, "dpo.loss", setting.value)

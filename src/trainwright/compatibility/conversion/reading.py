@@ -54,7 +54,6 @@ def read(path: Path, overrides: Sequence[str] = ()) -> list[Tree]:
 
 
 def _parse_assignment(override: str) -> tuple[str, Any]:
-    """Return the key and the value of KEY=VALUE."""
     key, equals, text = override.partition("=")
     if not equals:
         raise RequestError(f"{override}: expected KEY=VALUE, a key of the file's tool")

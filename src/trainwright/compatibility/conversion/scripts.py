@@ -267,16 +267,12 @@ def list_calls(module: ast.Module) -> list[tuple[str, ast.Call]]:
 
     What comes after the training, as loading what was saved, says nothing about it, nor does a branch that is not run.
     """
-    return [(name, call) for call in _run_calls(module) if (name := _find_call_name(call))]
-
-
-def _run_calls(module: ast.Module) -> list[ast.Call]:
-    """Return the calls up to that of the training, in the order in which they end."""
     off = {id(statement) for _, branch in _list_dead_branches(module) for statement in branch}
     calls = [node for node in _iterate_nodes_without(module, off) if isinstance(node, ast.Call)]
     calls.sort(key=lambda call: (call.end_lineno or 0, call.end_col_offset or 0))
     trains = [at for at, call in enumerate(calls) if re.fullmatch(r"\w*trainer\w*\.train", ast.unparse(call.func))]
-    return calls[: trains[0] if trains else None]
+    calls_to_training = calls[: trains[0] if trains else None]
+    return [(name, call) for call in calls_to_training if (name := _find_call_name(call))]
 
 
 def _iterate_nodes_without(node: ast.AST, off: set[int]) -> Iterator[ast.AST]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -357,13 +356,3 @@ def torchtune_dataset(conversion: Conversion, setting: Setting, rule: Rule) -> N
         item["format"] = "text"
     if use == "train":
         conversion.add("taken", setting, f"data.train: {format_value(item.get('source') or name)}")
-
-
-def parse_json_text(value: Any) -> Any:
-    """Return the mapping that a text has as JSON, else the value."""
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-    return value

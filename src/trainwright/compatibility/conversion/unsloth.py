@@ -243,8 +243,6 @@ def selection(conversion: Conversion, setting: Setting, rule: Rule) -> None:
         conversion.refuse(setting, f"chooses rows; end the source with [{match[1]}:{match[2]}]")
 
 
-# Methods that change no more than what training adds or leaves out by itself, of rendered turns and of texts.
-_WITHOUT_EFFECT = ("removeprefix", "strip")
 _TURNS = ("messages", "conversations")
 
 
@@ -662,7 +660,8 @@ class _Function:
                 return self._evaluate_rendering(call)
             case ast.Attribute(value=text, attr="format"):
                 return self._format_text(self._value(text), call)
-            case ast.Attribute(value=text, attr=name) if name in _WITHOUT_EFFECT:
+            case ast.Attribute(value=text, attr="removeprefix" | "strip" as name):
+                # These change no more than what training adds or leaves out by itself, of rendered turns and of texts.
                 value = self._value(text)
                 if isinstance(value, Rendered) or (name == "strip" and isinstance(value, ColumnValue)):
                     return value

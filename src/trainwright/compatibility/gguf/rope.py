@@ -61,7 +61,6 @@ def _refuse_rope(config: PretrainedConfig, kind: str) -> RequestError:
 
 
 def _count_rotated(config: PretrainedConfig, rope: Mapping[str, Any]) -> int:
-    """Return the number of dimensions of a head that are rotated."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(head * rope.get("partial_rotary_factor", 1.0))
 

@@ -128,7 +128,6 @@ class ChatEncoder:
         ]
 
     def _flag_targets(self, ids: Sequence[int], offsets: Sequence[Span], located: LocatedTurns) -> list[bool]:
-        """Return which tokens of a conversation are targets."""
         if self._targets == "all":
             return [True] * len(ids)
         spans = located.spans
@@ -610,7 +609,6 @@ class TurnFinder:
 
 
 def _find_common_prefix(one: str, other: str) -> str:
-    """Return the common prefix of two texts."""
     length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
     return min(one, other, key=len) if length is None else one[:length]
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _NAMED = Path(__file__).parent / "templates"
-_OF_TEXTS = ("alpaca", "plain", "vicuna")
 _PLAIN = (
     "{% for message in messages %}"
     "{{ message['role'] | capitalize + ': ' + message['content'] }}"
@@ -74,7 +73,7 @@ def set_template(tokenizer: PreTrainedTokenizerBase, setting: str) -> None:
     Raises:
         RequestError: as `resolve_template`.
     """
-    opening = _format_opening(tokenizer) if setting in _OF_TEXTS else ""
+    opening = _format_opening(tokenizer) if setting in ("alpaca", "plain", "vicuna") else ""
     tokenizer.chat_template = opening + resolve_template(setting)
 
 

@@ -68,9 +68,8 @@ _CHECKED_ROWS = 1000
 _FEW = 256  # rows may be as long as a book
 _FIRST = 8  # rows that determine the layout
 _PARTS = tuple(f"[].{name}" for name in CONTENTS)
-# Columns with lists of turns, and with lists of tools.
+# Columns with lists of turns.
 _TURN_COLUMNS = ("messages", "prompt", "completion", *MESSAGES_NAMES, *ANSWERS_NAMES)
-_TOOL_COLUMNS = ("tools", "functions")
 _CHUNK_ROWS = 2000
 _CHUNK_CHARACTERS = 8 * 2**20
 _SPILL_BYTES = 64 * 2**20  # kept in memory before it is written to a memory-mapped file
@@ -570,7 +569,7 @@ def _explain(rows: Iterator[PlacedRow], error: Exception) -> RequestError:
 def join_text_content(row: Row) -> Row:
     """Join lists of text parts and serialize tools in a row, so that columns have one type."""
     turns = [field for field in _TURN_COLUMNS if isinstance(row.get(field), list)]
-    if tools := {name: _to_text(row[name]) for name in _TOOL_COLUMNS if isinstance(row.get(name), list)}:
+    if tools := {name: _to_text(row[name]) for name in ("tools", "functions") if isinstance(row.get(name), list)}:
         row = {**row, **tools}
     return {**row, **{field: [_join_turn(turn) for turn in row[field]] for field in turns}} if turns else row
 

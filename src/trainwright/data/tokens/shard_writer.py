@@ -197,7 +197,6 @@ class _Writer:
             self._document.update(part)
 
     def add(self, chunk: Sequence[TextPiece], encoded: Encoded) -> None:
-        """Write tokenized pieces."""
         tokens, lengths = encoded
         width, begin = self._dtype.itemsize, 0
         for piece, length in zip(chunk, lengths, strict=True):

@@ -54,7 +54,12 @@ class DeviceSlot:
 
 def assign_device_slots(members: Sequence[Member]) -> list[DeviceSlot]:
     """Return a slot for every rank. Raises MachineError if the processes do not fit on their machines."""
-    _check_same_version(members)
+    peer = next((member for member in members if member.version != members[0].version), None)
+    if peer is not None:
+        raise MachineError(
+            f"{members[0].host} has trainwright {members[0].version}, and {peer.host} {peer.version}; install "
+            "the same on both"
+        )
     slots: dict[int, DeviceSlot] = {}
     for ranks in _iterate_machines(members):
         local_members = [members[rank] for rank in ranks]
@@ -105,15 +110,6 @@ def _iterate_machines(members: Sequence[Member]) -> Iterator[list[int]]:
     keys = list(dict.fromkeys((member.host, member.node) for member in members))
     for key in keys:
         yield [rank for rank, member in enumerate(members) if (member.host, member.node) == key]
-
-
-def _check_same_version(members: Sequence[Member]) -> None:
-    peer = next((member for member in members if member.version != members[0].version), None)
-    if peer is not None:
-        raise MachineError(
-            f"{members[0].host} has trainwright {members[0].version}, and {peer.host} {peer.version}; install "
-            "the same on both"
-        )
 
 
 def _check_local_ranks(ranks: Sequence[int], here: Sequence[Member]) -> None:

@@ -29,7 +29,6 @@ _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 _ACCELERATE = "ACCELERATE_MIXED_PRECISION"  # always set by accelerate launch
-_ZERO = ("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ACCELERATE_DEEPSPEED_ZERO_STAGE")
 _TRUE = ("true", "1", "yes", "y", "t", "on")  # as Accelerate reads them
 SUPERVISING_LAUNCHERS = ("torchrun", "accelerate launch")
 _UNKNOWN = "the launcher that set RANK and WORLD_SIZE"
@@ -234,7 +233,7 @@ class Variables:
         switches = {name: f"ACCELERATE_USE_{name}" for name in ("FSDP", "DEEPSPEED")}
         plugins = {name: switch for name, switch in switches.items() if (self.text(switch) or "").lower() in _TRUE}
         if switches["DEEPSPEED"] not in self._values:
-            for variable in filter(self.has, _ZERO):
+            for variable in filter(self.has, ("ACCELERATE_DEEPSPEED_CONFIG_FILE", "ACCELERATE_DEEPSPEED_ZERO_STAGE")):
                 plugins["DEEPSPEED"] = variable
         return plugins
 

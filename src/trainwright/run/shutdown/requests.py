@@ -256,7 +256,6 @@ def _compute_age(path: Path) -> float:
         return os.stat(now.fileno()).st_mtime - path.stat().st_mtime
 
 
-_JOB_END = "SLURM_JOB_END_TIME"
 _UNTIL_STEP = re.compile(r"step ([1-9]\d*)")
 _SLURM_SECONDS = 10  # for the scheduler's answer
 _CLOCK_SECONDS = 5.0  # of two clocks that count as the same
@@ -342,7 +341,7 @@ def _end_of_job() -> tuple[datetime, str] | None:
     job = find_scheduler_job() if "SLURM_JOB_ID" in os.environ else None
     if job is None:
         return None
-    end = os.environ.get(_JOB_END, "")
+    end = os.environ.get("SLURM_JOB_END_TIME", "")
     if not end.isdigit():  # older versions of Slurm do not set it
         lines = _run_command("squeue", "--noheader", "--format", "%e", "--jobs", job).split()
         end = lines[0] if lines else ""
