@@ -278,11 +278,9 @@ def _run_rank(request: EvaluationRequest, work: Path, world: World) -> None:
 
 def _choose_module(request: EvaluationRequest) -> str:
     """Return the module that does the work; both have ``prepare``, ``work_on`` and ``report_of``."""
-    return (
-        "trainwright.tasks.unlearn.evaluation.measure"
-        if request.on_benchmark
-        else "trainwright.inference.evaluation.work"
-    )
+    if request.on_benchmark:
+        return "trainwright.tasks.unlearn.evaluation.measure"
+    return "trainwright.inference.evaluation.work"
 
 
 def _needs_benchmark(metric_names: str | None) -> bool:

@@ -283,15 +283,9 @@ def _answer(request: GenerationRequest, work: Path, world: World) -> None:
     loaded_model = load(UnloadedModel.open(work / "found.json"), DTYPES[request.dtype], world.device)
     stop = stop_of(loaded_model.lm.model, loaded_model.tokenizer, chat=not about["plain"])
     progress = separate_process.show_progress(world, "answers", len(about["prompts"]))
+    settings = AnswerSettings(request.sampling(), stop, request.batch_size)
     with loaded_model.lm.open_for_generation() as model:
-        answers = answer_all(
-            model,
-            loaded_model.tokenizer,
-            about["prompts"],
-            AnswerSettings(request.sampling(), stop, request.batch_size),
-            world,
-            progress,
-        )
+        answers = answer_all(model, loaded_model.tokenizer, about["prompts"], settings, world, progress)
     if world.is_main:
         texts = [answer.text if about["plain"] else answer.text.strip() for answer in answers]
         assert request.out is not None

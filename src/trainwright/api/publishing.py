@@ -360,11 +360,7 @@ def check_finished(source: UnloadedModel) -> None:
 def _refuse_full(source: UnloadedModel) -> None:
     """Raise RequestError for a run that trained the full model."""
     if source.run is not None and source.section.adapter.type == "none":
-        use = (
-            "which can be used as it is"
-            if source.checkpoint is None
-            else "which `trainwright export` writes as a model"
-        )
+        use = "which `trainwright export` writes as a model" if source.checkpoint else "which can be used as it is"
         raise RequestError(
             f"no adapter to merge: {source.run} was trained without one; its full model is in {source.origin}, {use}"
         )

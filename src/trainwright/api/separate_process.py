@@ -77,16 +77,8 @@ def run_in_process(function: Callable[..., T], *arguments: Any, progress: bool =
     with tempfile.TemporaryDirectory(prefix="trainwright-call-") as scratch:
         call, answer_file = Path(scratch, "call"), Path(scratch, "answer")
         call.write_bytes(pickle.dumps((function, arguments, trust_code)))
-        command = [
-            sys.executable,
-            "-P",
-            "-c",
-            _CODE,
-            json.dumps(sys.path),
-            str(call),
-            str(answer_file),
-            str(os.getpid()),
-        ]
+        python = [sys.executable, "-P", "-c", _CODE]
+        command = [*python, json.dumps(sys.path), str(call), str(answer_file), str(os.getpid())]
         with pass_on_signals() as (programs, signal_numbers):
             process = _start_process(command, progress)
             programs.append(process)
@@ -94,9 +86,7 @@ def run_in_process(function: Callable[..., T], *arguments: Any, progress: bool =
                 sys.stdout.write(line)
                 sys.stdout.flush()
             code = process.wait()
-        outcome: tuple[Any, BaseException | None] = (None, None)
-        if answer_file.exists():
-            outcome = pickle.loads(answer_file.read_bytes())
+        outcome: Any = pickle.loads(answer_file.read_bytes()) if answer_file.exists() else (None, None)
         result, error = outcome
         if error is not None:
             raise error from None

@@ -54,9 +54,8 @@ def train_on_hosts(training: TrainingRequest, hosts: str | None, hostfile: Path 
     from trainwright.run.request import build_request
 
     host_list = _read_hosts(hosts, hostfile, training.nodes, training.node_rank, training.rendezvous)
-    request = build_request(
-        training.recipe, list(training.overrides), training.resume
-    )  # a wrong recipe is told once, and here
+    # A wrong recipe is told once, and here.
+    request = build_request(training.recipe, list(training.overrides), training.resume)
     processes, slots = request.recipe.parallel.num_processes, sum_processes(host_list)
     may_lose = isinstance(processes, ProcessRange) and training.num_processes is None
     if isinstance(processes, ProcessRange) and may_lose and slots not in (None, processes.max):
@@ -72,19 +71,13 @@ def train_on_hosts(training: TrainingRequest, hosts: str | None, hostfile: Path 
     logs = run / "logs"
     logs.mkdir(exist_ok=True)
     say(f"{run}: on {', '.join(host.name for host in host_list)}; logs: {logs}/host-*.log", file=sys.stderr)
-    common = [
-        *_build_command(training, run, has_started=request.run is not None),
-        *([f"--num-processes={count}"] if count else []),
-    ]
+    common = _build_command(training, run, has_started=request.run is not None)
+    common += [f"--num-processes={count}"] if count else []
     ignore_closed_output()
     restarts, port, started_at = None, answers[0].port, time.time()
     while True:
-        result = run_on(
-            host_list,
-            [[*common, *_build_node_options(host_list, i, port)] for i in range(len(host_list))],
-            logs,
-            may_lose=may_lose,
-        )
+        commands = [[*common, *_build_node_options(host_list, i, port)] for i in range(len(host_list))]
+        result = run_on(host_list, commands, logs, may_lose=may_lose)
         stopped = result.stopped or stop_was_requested(run, within=measure_process_age())
         if result.code != EXIT_FAULT or stopped or not result.lost or (may_lose and host_list[0] not in result.lost):
             break
@@ -141,9 +134,8 @@ def launch_on_hosts(
     words += [f"--rendezvous-timeout={node_options.seconds}"] if node_options.seconds and len(host_list) > 1 else []
     ignore_closed_output()
     rest = [*(["--module"] if module else []), "--", script, *arguments]
-    return run_on(
-        host_list, [[*words, *_build_node_options(host_list, i, port), *rest] for i in range(len(host_list))], directory
-    ).code
+    commands = [[*words, *_build_node_options(host_list, i, port), *rest] for i in range(len(host_list))]
+    return run_on(host_list, commands, directory).code
 
 
 def _read_hosts(

@@ -77,14 +77,8 @@ def launch(
         raise typer.Exit(
             HOST_LAUNCHERS.get("ssh script")(script_command, words, num_processes, logs, node_options, hosts, hostfile)
         )
-    code = launch_script(
-        script,
-        tuple(arguments or ()),
-        ScriptOptions(config_file, num_processes, cpu, node_options, settings),
-        module=module,
-        logs=logs,
-    )
-    raise typer.Exit(code)
+    script_options = ScriptOptions(config_file, num_processes, cpu, node_options, settings)
+    raise typer.Exit(launch_script(script, tuple(arguments or ()), script_options, module=module, logs=logs))
 
 
 T = TypeVar("T")
@@ -243,12 +237,8 @@ def _ask_distribution(answers: Answers) -> Answers:
         offload = _ask("offload to the host's memory", "no", _parse_yes_or_no, "saves GPU memory, but is much slower")
         answers = replace(answers, offload=offload)
     if "deepspeed_config" in spec.keys:
-        steps = _ask(
-            "gradient accumulation steps",
-            "recipe",
-            _accept_recipe(_build_count_parser(1)),
-            "recipe: what the recipe says",
-        )
+        parse = _accept_recipe(_build_count_parser(1))
+        steps = _ask("gradient accumulation steps", "recipe", parse, "recipe: what the recipe says")
         norm = _ask("gradient clipping norm", "recipe", _accept_recipe(_parse_norm), "recipe: what the recipe says")
         return replace(answers, accumulation=steps, max_grad_norm=norm)
     if "reshard_after_forward" in spec.keys:

@@ -193,12 +193,8 @@ def _build_plan_from_file(source: AccelerateConfig, options: ScriptOptions) -> S
     nodes, translation = options.nodes, interpret(source)
     translation.refuse_problems(for_script=True)
     if nodes.nodes is None and translation.nodes > 1:
-        nodes = NodeOptions(
-            translation.nodes,
-            translation.node_rank if nodes.node_rank is None else nodes.node_rank,
-            nodes.rendezvous or translation.rendezvous,
-            nodes.seconds,
-        )
+        rank = translation.node_rank if nodes.node_rank is None else nodes.node_rank
+        nodes = NodeOptions(translation.nodes, rank, nodes.rendezvous or translation.rendezvous, nodes.seconds)
     met = nodes.met()
     translation = replace(translation, nodes=met.nodes if met else 1)
     if options.num_processes is not None:

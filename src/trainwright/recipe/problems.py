@@ -84,10 +84,8 @@ def explain_contradictions(contradictions: list[Contradiction], tree: Tree, file
         return [_locate_contradiction(item, tree, file) for item in contradictions]
     of_cause = [item for item, keys in zip(contradictions, causes, strict=True) if cause in keys]
     other_items = [item for item in contradictions if item not in of_cause]
-    return [
-        _build_cause_problem(cause, of_cause, contradictions, tree, file),
-        *explain_contradictions(other_items, tree, file),
-    ]
+    cause_problem = _build_cause_problem(cause, of_cause, contradictions, tree, file)
+    return [cause_problem, *explain_contradictions(other_items, tree, file)]
 
 
 def _list_written_elsewhere(contradiction: Contradiction, tree: Tree) -> list[str]:

@@ -89,12 +89,8 @@ def push_finished(run: Path, terminal: TextIO) -> None:
             if pause is not None and isinstance(error, MachineError):
                 time.sleep(pause)
                 continue
-            retry_command = push_command(run, push.repository, push.private)
-            say(
-                f"warning: push: {error}; the run is complete, upload it with {retry_command}",
-                file=terminal,
-                wrap=False,
-            )
+            retry = push_command(run, push.repository, push.private)
+            say(f"warning: push: {error}; the run is complete, upload it with {retry}", file=terminal, wrap=False)
             return
 
 

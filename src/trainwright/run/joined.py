@@ -321,14 +321,8 @@ class _Participant:
         from trainwright.parallel.world import RankInfo
 
         environment, rendezvous = self.environment, self.rendezvous
-        return RankInfo(
-            environment.rank,
-            environment.size,
-            environment.local_rank,
-            slot.local_size,
-            slot.gpu,
-            None if rendezvous is None else PrefixStore("job", rendezvous.store),
-        )
+        store = None if rendezvous is None else PrefixStore("job", rendezvous.store)
+        return RankInfo(environment.rank, environment.size, environment.local_rank, slot.local_size, slot.gpu, store)
 
     def leave_together(self, seconds: float = _LEAVE_SECONDS) -> None:
         """End in order: the others wait until rank 0 is done.

@@ -149,11 +149,8 @@ class RunRequest:
             if self.in_place and (run / run_directory.RECIPE).is_file():
                 raise Stopped(f"{run} was begun by another process meanwhile; run the same command again to resume it")
             if self.run is not None:
-                stores = [
-                    *([build_store(self.url)] if self.url else []),
-                    *list_stores(resolved.recipe.checkpoint.copies, run),
-                ]
-                if stores:
+                copies = resolved.recipe.checkpoint.copies
+                if stores := [*([build_store(self.url)] if self.url else []), *list_stores(copies, run)]:
                     bring_up_to_date(run, stores)
             yield run
 

@@ -101,10 +101,8 @@ class Workers:
         self._processes: dict[int, multiprocessing.process.BaseProcess] = {}
         with freeze_for_forks():
             for rank in ranks:
-                variables = {
-                    "TORCHELASTIC_ERROR_FILE": str(failure.locate_error_file(logs, rank)),
-                    **ranks.variables(rank, name),
-                }
+                error_file = str(failure.locate_error_file(logs, rank))
+                variables = {"TORCHELASTIC_ERROR_FILE": error_file, **ranks.variables(rank, name)}
                 arguments = (entry, logs, os.getpid(), flags, self.slots[rank], {**defaults, **os.environ, **variables})
                 process = context.Process(target=_work, args=arguments)
                 try:

@@ -127,12 +127,10 @@ def main() -> None:
             say(f"job {job} is not requeued: {options.run / STOP_FILE} asked the run to stop", file=sys.stderr)
         elif may_continue(options.code):
             reason = _explain_no_requeue(_await_answer(lambda: scheduler.read_job(job)), anyway)
-            message = (
-                _requeue_job(job, options.run, options.code)
-                if reason is None
-                else f"job {job} is not requeued: {reason}"
-            )
-            say(message, file=sys.stderr)
+            if reason is None:
+                say(_requeue_job(job, options.run, options.code), file=sys.stderr)
+            else:
+                say(f"job {job} is not requeued: {reason}", file=sys.stderr)
     except RequestError as error:
         say(f"job {job} is not requeued: {error}", file=sys.stderr)
     sys.exit(options.code)
@@ -154,12 +152,8 @@ def _explain_no_requeue(job: Mapping[str, str], anyway: bool) -> str | None:
     runs = job.get("JobState") == "RUNNING"
     # A job whose grace is over is completing, as one that a user has canceled or requeued. The time may be that of an
     # earlier start.
-    preempted_at = job.get("PreemptTime", "None")
-    if (
-        preempted_at != "None"
-        and preempted_at >= job.get("StartTime", "")
-        and (runs or _is_grace_over(job, preempted_at))
-    ):
+    preempted_at, began_at = job.get("PreemptTime", "None"), job.get("StartTime", "")
+    if preempted_at != "None" and preempted_at >= began_at and (runs or _is_grace_over(job, preempted_at)):
         return None
     if not runs and job.get("Reason") != "TimeLimit":
         return f"Slurm says that it is {job.get('JobState', '').lower()}, as after scancel and scontrol requeue"

@@ -264,11 +264,8 @@ def _join_elements(jobs: Sequence[QueuedJob]) -> list[str]:
     arrays: dict[str, list[QueuedJob]] = {}
     for job in jobs:
         arrays.setdefault(job.name.partition("_")[0], []).append(job)
-    several = {number: ",".join(job.name.partition("_")[2] for job in elements) for number, elements in arrays.items()}
-    return [
-        elements[0].name if len(elements) == 1 else f"{number}_[{several[number]}]"
-        for number, elements in arrays.items()
-    ]
+    several = {number: ",".join(job.name.partition("_")[2] for job in group) for number, group in arrays.items()}
+    return [group[0].name if len(group) == 1 else f"{number}_[{several[number]}]" for number, group in arrays.items()]
 
 
 def _check_reachable(result: subprocess.CompletedProcess[str]) -> None:

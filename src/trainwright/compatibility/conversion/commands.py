@@ -130,12 +130,8 @@ def _convert_one(source: Path, values: list[str], options: Options, accelerate_c
         tools = ", ".join(load_table(name).name for name in list_tools())
         raise RequestError(f"{file}: has the keys of no tool that is known: {tools}")
     if accelerate_config is not None:
-        put(
-            tree,
-            f"{LAUNCHER}.accelerate_config",
-            str(accelerate_config),
-            Origin(f"--accelerate-config {quote_word(str(accelerate_config))}"),
-        )
+        origin = Origin(f"--accelerate-config {quote_word(str(accelerate_config))}")
+        put(tree, f"{LAUNCHER}.accelerate_config", str(accelerate_config), origin)
     return convert(tree, tool, options)
 
 

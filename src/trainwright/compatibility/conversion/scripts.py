@@ -387,11 +387,8 @@ class _Constants:
                 return self._look_up_in_mapping(inner, key, node)
             case ast.JoinedStr(values=parts):
                 texts = [self.value(part.value if isinstance(part, ast.FormattedValue) else part) for part in parts]
-                return (
-                    Code(ast.unparse(node))
-                    if any(isinstance(text, Code) for text in texts)
-                    else "".join(map(str, texts))
-                )
+                is_computed = any(isinstance(text, Code) for text in texts)
+                return Code(ast.unparse(node)) if is_computed else "".join(map(str, texts))
             case ast.Call(func=ast.Name(id="str" | "int" | "float" | "Path" as kind), args=[inner], keywords=[]):
                 return self._convert_value(kind, inner, node)
             case ast.Call(func=ast.Attribute(value=inner, attr="get"), args=[ast.Constant(value=key), *default]) if (

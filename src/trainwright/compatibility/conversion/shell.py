@@ -342,15 +342,8 @@ def _iterate_pairs(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
                 break
         if any(map(_is_program, values)):
             values = []
-        name = name.lstrip("-").replace("-", "_")
-        yield (
-            name,
-            True
-            if not values
-            else _parse_value(values[0])
-            if len(values) == 1
-            else [_parse_value(text) for text in values],
-        )
+        parsed_values = [_parse_value(text) for text in values] or [True]
+        yield name.lstrip("-").replace("-", "_"), parsed_values if len(values) > 1 else parsed_values[0]
 
 
 def _parse_value(text: str) -> Any:

@@ -482,13 +482,9 @@ class TurnFinder:
                 raise self._refuse_turns(index, f"{len(turns)} turns, {len(ranges)} marked as generated")
             targets = [(turn, span) for turn, span in zip(turns, ranges, strict=True) if row[turn].get("target", True)]
             prompts = self._render_prompts([row[:turn] for turn, _ in targets])
-            located_turns.append(
-                LocatedTurns(
-                    text,
-                    [self._closed(text, span) for _, span in targets],
-                    next(filter(None, (self._prompt_only(text, prompt) for prompt in prompts)), ""),
-                )
-            )
+            spans = [self._closed(text, span) for _, span in targets]
+            missing_end = next(filter(None, (self._prompt_only(text, prompt) for prompt in prompts)), "")
+            located_turns.append(LocatedTurns(text, spans, missing_end))
         return located_turns
 
     def _render_prompts(self, befores: list[list[Message]]) -> list[str]:

@@ -176,14 +176,8 @@ def _find_directory_files(path: Path, selectors: list[str], key: str) -> SourceF
 
 def _note_unread_documents(path: Path, rows: list[Path]) -> list[str]:
     """Return a note about documents in a directory of row files, which are not read."""
-    files = sorted(
-        file.name
-        for file in path.iterdir()
-        if file.suffix.lower() in document_files.SUFFIXES
-        and file not in rows
-        and file.is_file()
-        and not _is_about(file)
-    )
+    documents = [file for file in path.iterdir() if file.suffix.lower() in document_files.SUFFIXES]
+    files = sorted(file.name for file in documents if file not in rows and file.is_file() and not _is_about(file))
     if not files:
         return []
     names = f"{', '.join(files[:_NAMED])}{f' and {len(files) - _NAMED:,} more' if len(files) > _NAMED else ''}"

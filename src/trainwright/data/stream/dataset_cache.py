@@ -298,10 +298,7 @@ def select_used_rows(sources: Sequence[TokenRows]) -> list[Indices]:
         return indices
     first = np.zeros(sum(map(len, hashes)), dtype=np.bool_)
     first[np.unique(np.concatenate(hashes), return_index=True)[1]] = True
-    indices = [
-        np.flatnonzero(part)
-        for part in np.split(first, np.cumsum([len(source_hashes) for source_hashes in hashes])[:-1])
-    ]
+    indices = [np.flatnonzero(part) for part in np.split(first, np.cumsum([*map(len, hashes)])[:-1])]
     for rows, source_hashes, part in zip(sources, hashes, indices, strict=True):
         rows.repeats = len(source_hashes) - len(part)
     return indices

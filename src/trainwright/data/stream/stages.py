@@ -49,12 +49,8 @@ class Stages:
         data = recipe.data
         if data.stages is None:
             return None
-        weights = data.list_stage_weights(count_source_examples(dataset))
-        stages = zip(weights, data.stages, strict=True)
-        return cls(
-            tuple(Stage(stage_weights, stage.end, stage.max_length) for stage_weights, stage in stages),
-            recipe.train.end,
-        )
+        stages = zip(data.list_stage_weights(count_source_examples(dataset)), data.stages, strict=True)
+        return cls(tuple(Stage(weights, stage.end, stage.max_length) for weights, stage in stages), recipe.train.end)
 
 
 class Mixed(Protocol):

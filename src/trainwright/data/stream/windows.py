@@ -308,10 +308,8 @@ def prepare_windows(
             raise RequestError(f"{data.source_keys[windows.index(0)]}: no tokens to predict")
         mixture = build_mixture(data, windows)
         lines += describe_mixture(data, mixture)
-    datasets = (
-        WindowDataset.of(train, mixture),
-        (WindowDataset.of(validation_spans, None) if validation_spans else None),
-    )
+    validation_dataset = WindowDataset.of(validation_spans, None) if validation_spans else None
+    datasets = WindowDataset.of(train, mixture), validation_dataset
     for dataset, key in zip(datasets, ("data.train", "data.validation"), strict=True):
         if dataset is not None and not len(dataset):
             raise RequestError(f"{key}: no tokens to predict; it has no document of at least two tokens")

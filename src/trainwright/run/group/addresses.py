@@ -78,15 +78,10 @@ def find_interface(address: str) -> str | None:
             local_address = probe.getsockname()[0]
     except OSError:
         return None
-    interfaces = psutil.net_if_addrs().items()
-    return next(
-        (
-            name
-            for name, entries in interfaces
-            if any(local_address == entry.address.partition("%")[0] for entry in entries)
-        ),
-        None,
-    )
+    for name, entries in psutil.net_if_addrs().items():
+        if any(local_address == entry.address.partition("%")[0] for entry in entries):
+            return name
+    return None
 
 
 def set_interfaces(address: str) -> None:

@@ -304,15 +304,8 @@ def _read_hydra(variables: Variables, parent: int) -> LaunchEnvironment:
     """Read the variables of MPICH and Intel MPI."""
     size = variables.number("PMI_SIZE", default=1)
     local_size = variables.number("MPI_LOCALNRANKS", default=size)
-    return _build_mpi(
-        variables,
-        "mpiexec",
-        variables.number("PMI_RANK", default=0),
-        size,
-        "MPI_LOCALRANKID",
-        local_size,
-        f"parent-{parent}",
-    )
+    rank = variables.number("PMI_RANK", default=0)
+    return _build_mpi(variables, "mpiexec", rank, size, "MPI_LOCALRANKID", local_size, f"parent-{parent}")
 
 
 def _build_mpi(
