@@ -233,10 +233,8 @@ def _iterate_mistaken_values(
     for path, items in by_path.items():
         if items[0]["type"] == "missing":
             if path not in suggested:  # otherwise its mistyped name is already reported
-                yield Problem(
-                    find_origin(path, tree, file),
-                    f"{format_key_path(path)}: is missing. {_look_up_description(path, model)}".rstrip(),
-                )
+                message = f"{format_key_path(path)}: is missing. {_look_up_description(path, model)}".rstrip()
+                yield Problem(find_origin(path, tree, file), message)
             continue
         yield Problem(
             find_origin(path, tree, file),

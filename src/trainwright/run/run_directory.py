@@ -95,10 +95,8 @@ def format_directory_override(directory: Path) -> str:
 
 def set_directory(overrides: Iterable[str], directory: Path) -> list[str]:
     """Return overrides with the directory of a run in place of the one that they name."""
-    return [
-        *(override for override in overrides if not override.startswith(f"{DIRECTORY_KEY}=")),
-        format_directory_override(directory),
-    ]
+    others = [override for override in overrides if not override.startswith(f"{DIRECTORY_KEY}=")]
+    return [*others, format_directory_override(directory)]
 
 
 def check_files(run: Path) -> None:

@@ -335,10 +335,8 @@ def _read_back(directory: Path, file: Path, tokenizer: PreTrainedTokenizerBase, 
         write_converted(file, Path(scratch) / "model", "--out")
         file_tokenizer = load_tokenizer_from(Path(scratch) / "model", "MODEL")
         for text in _TEXTS:
-            if (
-                file_tokenizer(text, add_special_tokens=False).input_ids
-                != tokenizer(text, add_special_tokens=False).input_ids
-            ):
+            file_ids = file_tokenizer(text, add_special_tokens=False).input_ids
+            if file_ids != tokenizer(text, add_special_tokens=False).input_ids:
                 raise RequestError(
                     f"the tokenizer of {directory} splits text in a way that GGUF export does not support: {text!r} "
                     "would become other tokens; nothing was written"

@@ -333,11 +333,9 @@ def _read_configs(path: Path) -> list[dict[str, Any]]:
     except RequestError:
         return []
     configs = about.get("configs")
-    return (
-        [config for config in configs if isinstance(config, dict) and config.get("data_files")]
-        if isinstance(configs, list)
-        else []
-    )
+    if not isinstance(configs, list):
+        return []
+    return [config for config in configs if isinstance(config, dict) and config.get("data_files")]
 
 
 def _choose_config_files(path: Path, configs: list[dict[str, Any]], selectors: list[str], key: str) -> SourceFiles:

@@ -336,11 +336,8 @@ class RowEncoding:
         for setting in ("system", "drop_system_message"):
             if self.layout in PLAIN and getattr(self.source, setting):
                 lines.append(f"data.{setting} has no effect on {self.layout} rows, which have no turns")
-        return [
-            *lines,
-            *self.encoder.notes,
-            *describe_remedies(self.encoder.list_remedies(), accepted=self.data.accept_omissions),
-        ]
+        remedies = describe_remedies(self.encoder.list_remedies(), accepted=self.data.accept_omissions)
+        return [*lines, *self.encoder.notes, *remedies]
 
     def take_in(self, rows: Iterable[NumberedRow], token_rows: TokenRows, location: Callable[[int], str]) -> None:
         """Encode rows into ``token_rows``; ``location`` returns the file and line of a row for messages.

@@ -153,17 +153,14 @@ def check_layout(recipe: RecipeSchema, dtype: torch.dtype, strategy: Strategy) -
     layouts = [layout for _, layout in rank_layouts]
     held_copies = count_copies(layouts, [layout.held for layout in layouts], planned_values["held_copies"])
     updated_copies = count_copies(layouts, [layout.updated for layout in layouts], planned_values["updated_copies"])
+    planned_keys = _build_layout_keys({"strategy": recipe.parallel.strategy, **planned_values})
     views = []
     for name, layout in rank_layouts:
         values: dict[str, Any] = {"strategy": name, **asdict(layout)}
         for of_one_rank in ("local_shape", "held", "updated"):
             del values[of_one_rank]
         values |= {} if world.alone else {"held_copies": held_copies, "updated_copies": updated_copies}
-        views.append(
-            View.of(
-                _build_layout_keys(values), _build_layout_keys({"strategy": recipe.parallel.strategy, **planned_values})
-            )
-        )
+        views.append(View.of(_build_layout_keys(values), planned_keys))
     _refuse(_iterate_differences(views), world)
     return local
 

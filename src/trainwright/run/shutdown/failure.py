@@ -239,11 +239,8 @@ def find_first_failure(
     candidates = causes or records
     if candidates:
         rank = min(candidates, key=lambda r: float(candidates[r]["time"]))
-        return (
-            describe_failure(rank, candidates[rank], logs)
-            if causes
-            else _build_connection_failure(rank, candidates[rank], logs)
-        )
+        build_failure = describe_failure if causes else _build_connection_failure
+        return build_failure(rank, candidates[rank], logs)
     ends = ", ".join(f"rank {rank}: exit code {code}" for rank, code in sorted(exit_codes.items()))
     return Failure(f"a worker failed without an error ({ends})\nlogs: {logs}", EXIT_TRAINING)
 
