@@ -191,7 +191,7 @@ def _describe_memory(lines: Sequence[Line]) -> list[str]:
             f"{_find_first(_UNUSED, line.text)} are reserved but unused, in blocks that are too small: "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids this fragmentation"
         )
-    users = {statements[0] for statements in re.findall(r"Process (\d+) has", line.text)}
+    users = set(re.findall(r"Process (\d+) has", line.text))
     other_memory = _find_first(_OTHERS, line.text)
     if other_memory and ("including non-PyTorch memory" not in line.text or len(users) > 1):
         statements.append(f"another process on the same GPU has {other_memory}: see nvidia-smi")
