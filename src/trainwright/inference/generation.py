@@ -144,7 +144,7 @@ def _write(
             indices = torch.tensor(going, device=tokens.device)
             if cache is not None:
                 cache.reorder_cache(indices)
-            inputs, tokens, mask, positions = (inputs[indices], tokens[indices], mask[indices], positions[indices])
+            inputs, tokens, mask, positions = inputs[indices], tokens[indices], mask[indices], positions[indices]
         rows = [rows[i] for i in going]
         inputs = tokens[:, None] if cache is not None else torch.cat([inputs, tokens[:, None]], dim=1)
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)

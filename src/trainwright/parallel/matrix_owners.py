@@ -34,8 +34,7 @@ def choose_stack_size(elements: int, *, on_gpu: bool) -> int:
 
 
 def group_into_stacks(shapes: Sequence[tuple[int, int]], *, on_gpu: bool) -> list[list[int]]:
-    """Return the indices of matrices of one shape that one process updates together, as many
-    as ``choose_stack_size`` says."""
+    """Return the indices of matrices that one process updates together: of one shape, at most ``choose_stack_size``."""
     by_shape: dict[tuple[int, int], list[int]] = {}
     for index, shape in enumerate(shapes):
         by_shape.setdefault(shape, []).append(index)

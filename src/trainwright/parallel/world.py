@@ -336,7 +336,6 @@ _OTHERS = (
 _NO_MEMBER = dist.GroupMember.NON_GROUP_MEMBER
 _TORCH = os.path.dirname(torch.__file__)
 _OURS = str(Path(__file__).parent / "world.py")
-# By file, and by file and line: code objects are slow to look up.
 
 
 def report_collectives() -> None:

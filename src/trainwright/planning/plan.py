@@ -176,9 +176,10 @@ def make_plan(
         RequestError: no number of processes satisfies ``constraints``.
         MachineError: the blocks are to be compiled, but this machine has no compiler.
     """
-    uncompiled = _explain_no_compile(cluster)
-    if constraints.fixed.get("compile") and uncompiled is not None:
-        raise MachineError(f"train.compile: torch.compile {uncompiled}; install it, or set train.compile to false")
+    no_compile_reason = _explain_no_compile(cluster)
+    if constraints.fixed.get("compile") and no_compile_reason is not None:
+        remedy = "install it, or set train.compile to false"
+        raise MachineError(f"train.compile: torch.compile {no_compile_reason}; {remedy}")
     corrections = build_corrections(basis.runs, workload, basis.kind)
     rates = Rates(cluster, basis.calibration, basis.measurement)
     possible = partial(_explain_impossible_strategy, cluster, available)
@@ -197,7 +198,7 @@ def make_plan(
         chosen=candidate,
         search=result,
         suggestions=out,
-        reasons=tuple(iterate_reasons(candidate, result, constraints, workload, cluster, precision, uncompiled)),
+        reasons=tuple(iterate_reasons(candidate, result, constraints, workload, cluster, precision, no_compile_reason)),
         assumptions=(*_describe_rates(basis), *_explain_bound(workload, candidate), *cluster.assumptions, *assumptions),
         basis=basis,
         rivals=rivals,

@@ -30,11 +30,12 @@ def iterate_reasons(
     workload: Workload,
     cluster: Cluster,
     precision: tuple[str, str] | None,
-    uncompiled: str | None,
+    no_compile_reason: str | None,
 ) -> Iterator[str]:
     """Yield a line for every choice that the recipe left open: ``key value: reason``.
 
-    ``precision``: the chosen one and why; None if the recipe sets it. ``uncompiled``: why blocks cannot be compiled.
+    ``precision``: the chosen one and why; None if the recipe sets it. ``no_compile_reason``: why blocks
+    cannot be compiled.
     """
     choice = chosen.choice
     candidate = result.best or chosen  # not compiled, like all candidates it is compared with
@@ -51,7 +52,7 @@ def iterate_reasons(
     if "micro_batch_size" not in constraints.fixed:
         yield f"train.micro_batch_size {choice.micro_batch_size}: {_explain_micro_batch(chosen, constraints, workload)}"
     if "compile" not in constraints.fixed:
-        yield f"train.compile {str(choice.compile).lower()}: {_explain_compile(choice, workload, uncompiled)}"
+        yield f"train.compile {str(choice.compile).lower()}: {_explain_compile(choice, workload, no_compile_reason)}"
     if workload.kernels == "auto" and cluster.has_gpus:
         missing = explain_no_triton() if cluster.is_here else None
         yield f"model.kernels eager: {explain_auto(cluster.card.vendor, cluster.card.capability, missing)}"
@@ -221,9 +222,9 @@ def _explain_micro_batch(chosen: Candidate, constraints: Constraints, workload: 
     )
 
 
-def _explain_compile(choice: Choice, workload: Workload, uncompiled: str | None) -> str:
-    if uncompiled is not None:
-        return f"torch.compile {uncompiled}"
+def _explain_compile(choice: Choice, workload: Workload, no_compile_reason: str | None) -> str:
+    if no_compile_reason is not None:
+        return f"torch.compile {no_compile_reason}"
     if choice.compile:
         return "saves much more than the minute of compilation at the start"
     return (

@@ -612,9 +612,6 @@ def check_processes(recipe: RecipeSchema) -> Iterator[Contradiction]:
     )
 
 
-# Keys of `parallel` that every strategy reads.
-
-
 def find_implied_strategy(parallel: ParallelSection) -> tuple[str, str] | None:
     """Return the only strategy that reads all keys that are set, and one of these keys, if the strategy is auto."""
     if parallel.strategy != "auto" or not (meant := _list_strategy_keys(parallel)):

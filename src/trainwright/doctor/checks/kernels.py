@@ -33,8 +33,8 @@ _TOKENS, _HIDDEN, _VOCABULARY = 128, 256, 1000
 def check(context: CheckContext) -> CheckResult:
     """Run every kernel in a separate process, on the device that training uses."""
     machine = context.machine
-    tested = machine.device, list_precisions(machine), has_fused(machine), list_float8_scales(machine)
-    values = read_answer(functools.partial(_compare_all, *tested), "kernels", context)
+    arguments = machine.device, list_precisions(machine), has_fused(machine), list_float8_scales(machine)
+    values = read_answer(functools.partial(_compare_all, *arguments), "kernels", context)
     findings = [finding for row in values["rows"] if (finding := _judge_kernel(row, values["device"])) is not None]
     worst = dict.fromkeys(TOLERANCES, 0.0)
     for row in values["rows"]:

@@ -356,7 +356,7 @@ def _list_target_parameters(adapter: AdapterSection, model: PreTrainedModel) -> 
 
 
 def _select_in_layers(adapter: AdapterSection, model: PreTrainedModel, names: list[str], what: str) -> list[str]:
-    """Return those of the names that are in the blocks of the recipe. ``what``: they are of, for a message."""
+    """Return those of the names that are in the blocks of the recipe. ``what``: what they are, for a message."""
     if adapter.layers is None:
         return names
     blocks = {id(block): number for number, block in enumerate(find_blocks(model))}

@@ -485,8 +485,8 @@ def _check_flash(capability: tuple[int, int], query: Any, key: Any, value: Any, 
     _require(value.shape == key.shape and key.shape[-1] == head, "query, key and value must have the same head size")
     is_contiguous = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
     _require(is_contiguous, "Input tensor must have contiguous last dimension")
-    has_edges = all(t is None or (t.dtype == torch.int32 and t.device == query.device) for t in edges)
-    _require(has_edges, "cu_seqlens must be int32 tensors on the device of the query")
+    are_edges_valid = all(t is None or (t.dtype == torch.int32 and t.device == query.device) for t in edges)
+    _require(are_edges_valid, "cu_seqlens must be int32 tensors on the device of the query")
 
 
 def _require(holds: bool, message: str) -> None:

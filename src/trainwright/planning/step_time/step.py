@@ -140,7 +140,7 @@ class _Step:
         total_work = (pass_work + recomputation + ends + reference) * passes_a_step
         matrices = max((sum(len(p.shape) > 1 for p in unit.parameters) for unit in blocks), default=1)
         exchange = Exchange(choice, self.rates, choice.width, self.per_node, self.speeds.overlap, matrices)
-        waiting_for_python = max(0.0, total_work.launches * self.speeds.launch - total_work.seconds)
+        waiting_seconds = max(0.0, total_work.launches * self.speeds.launch - total_work.seconds)
         saved_bytes = sum(size for unit in blocks for size in unit.forward.saved)
         forward_seconds, backward_seconds = (sum(work.seconds for work in works) for works in (forward, backward))
         parts = {
@@ -154,7 +154,7 @@ class _Step:
             "communication": exchange.estimate_exposed(self._units([embedding[0], *forward], [embedding[1], *backward]))
             + exchange.estimate_updates(update.orthogonalized, look_up_exchanged_width(self.on_gpu)),
             "offload": update.offload(saved_bytes, forward_seconds, backward_seconds, len(blocks)),
-            "launches": waiting_for_python if self.on_gpu else passes_a_step * pass_work.host,
+            "launches": waiting_seconds if self.on_gpu else passes_a_step * pass_work.host,
             "data": self._estimate_data(total_work),
         }
         peak, is_nominal = self._peak()

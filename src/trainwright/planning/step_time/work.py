@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import add
 from typing import TYPE_CHECKING
 
 from trainwright.machine.measured.calibration import Curve, InStep
@@ -46,18 +45,22 @@ class DeviceWork:
         """Seconds on the device, if a GPU's kernels run back to back."""
         return self.products + self.attention + self.traffic + self.loss + self.host
 
-    @property
-    def _parts(self) -> tuple[float, ...]:
-        return (self.products, self.attention, self.traffic, self.loss, self.host, self.launches)
-
     def __add__(self, other: DeviceWork) -> DeviceWork:
-        return DeviceWork(*map(add, self._parts, other._parts))
+        return DeviceWork(
+            self.products + other.products,
+            self.attention + other.attention,
+            self.traffic + other.traffic,
+            self.loss + other.loss,
+            self.host + other.host,
+            self.launches + other.launches,
+        )
 
     def __sub__(self, other: DeviceWork) -> DeviceWork:
         return self + other * -1.0
 
     def __mul__(self, times: float) -> DeviceWork:
-        return DeviceWork(*(part * times for part in self._parts))
+        parts = (self.products, self.attention, self.traffic, self.loss, self.host, self.launches)
+        return DeviceWork(*(part * times for part in parts))
 
 
 class Pricing:

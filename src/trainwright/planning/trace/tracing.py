@@ -508,10 +508,11 @@ def _list_products(
     for p in matrices:
         active = math.prod(p.shape) * (share if "experts" in p.name else 1.0)
         n, k = p.shape[-2:]
-        launches, m, times_of_one = {"1": times}, {rows: 1}, {"1": 1}
-        flops, read, written = {rows: 2 * active * times}, {"1": width * p.numel, rows: width * k}, {rows: width * n}
-        terms: tuple[Mapping[str, float], ...] = (launches, m, {"1": n}, {"1": k}, times_of_one, flops, read, written)
-        operations.append(Operation._make(("product", p.name, *map(_build_size, terms), width, 2)))
+        launches, m, one = _build_size({"1": times}), _build_size({rows: 1}), _build_size({"1": 1})
+        shape = (m, _build_size({"1": n}), _build_size({"1": k}))
+        flops, read = _build_size({rows: 2 * active * times}), _build_size({"1": width * p.numel, rows: width * k})
+        written = _build_size({rows: width * n})
+        operations.append(Operation[Size]("product", p.name, launches, *shape, one, flops, read, written, width))
     return tuple(operations)
 
 

@@ -211,8 +211,8 @@ class UnlearnLosses:
         if self._retain_loss == "activations":
             with lm.open_reference() as reference:
                 frozen = reference.compute_activations(select_role_sequences(batch, {RETAIN}))
-            retained = at.index_select(0, find_target_indices(batch, {RETAIN}))
-            retain_loss = _sum_means(batch, activation_distance(retained, frozen), RETAIN)
+            activations = at.index_select(0, find_target_indices(batch, {RETAIN}))
+            retain_loss = _sum_means(batch, activation_distance(activations, frozen), RETAIN)
             sums.retain = retain_loss.detach()
             total = total + retain * retain_loss
         elif self._retain_loss == "kl":
