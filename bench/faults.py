@@ -28,7 +28,7 @@ from trainwright.faults.drills.operations import (
     MISSED,
     SKIPPED,
     CampaignResults,
-    format_table,
+    format_drill_table,
     run_trials,
 )
 
@@ -61,7 +61,7 @@ def main() -> int:
         verdict = f"{line['trial']} ({line['case']}): {line['verdict']}, {line['seconds']} s"
         print(f"[{number}/{len(left)}] {verdict}  {line['why'].partition(chr(10))[0][:200]}", flush=True)
     found = results.of(trials)
-    print(f"\n{format_table(found)}")
+    print(f"\n{format_drill_table(found)}")
     held = all(line and line["verdict"] in (HELD, SKIPPED) for line in found.values())
     if not options.keep and held:
         shutil.rmtree(options.work / "trials", ignore_errors=True)

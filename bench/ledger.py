@@ -32,7 +32,7 @@ from support.results import results_directory
 from support.runs import print_table, write_results
 
 from trainwright.engine.policies.base import StepPolicy, TrainingContext
-from trainwright.machine.usage import measure_process_age
+from trainwright.machine.usage import compute_process_age
 from trainwright.observe.ledger import EXCHANGE, OTHER, TRAINING, WAITING, read_ledger, sum_by_category
 from trainwright.utils import heartbeat
 from trainwright.utils.heartbeat import Use, build_heartbeat_path, create_heartbeat_directory, read
@@ -131,7 +131,7 @@ class Life:
             directory = create_heartbeat_directory(run)
             beat = None if directory is None else read(build_heartbeat_path(directory, rank))
             if beat is not None:
-                age, seen = measure_process_age(beat.pid), time.monotonic()
+                age, seen = compute_process_age(beat.pid), time.monotonic()
                 select.select([os.pidfd_open(beat.pid)], [], [])
                 self._seconds = age + time.monotonic() - seen
                 return

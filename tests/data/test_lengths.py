@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.data.tokens.lengths import Lengths, count_lengths, estimate, recall_lengths, remember_lengths
+from trainwright.data.tokens.lengths import Lengths, count_lengths, estimate, load_lengths, save_lengths
 from trainwright.data.tokens.packing import best_fit_decreasing
 from trainwright.recipe.schema import DataSection
 from trainwright.recipe.sections.model import ModelSection
@@ -61,25 +61,25 @@ def test_a_source_is_remembered_until_it_changes(tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text(json.dumps({"text": "some text"}))
     data = DataSection(train=str(source))
-    assert recall_lengths(MODEL, data, 0, tmp_path) is None
-    remember_lengths(MODEL, data, 0, dataset([4, 6]), tmp_path)
-    found = recall_lengths(MODEL, data, 0, tmp_path)
+    assert load_lengths(MODEL, data, 0, tmp_path) is None
+    save_lengths(MODEL, data, 0, dataset([4, 6]), tmp_path)
+    found = load_lengths(MODEL, data, 0, tmp_path)
     assert found is not None and found.quantiles == (4, 6) and found.exact
     other = MODEL.model_copy(update={"tokenizer": "elsewhere"})
-    assert recall_lengths(other, data, 0, tmp_path) is None
-    assert recall_lengths(MODEL, data.model_copy(update={"max_length": 64}), 0, tmp_path) is None
+    assert load_lengths(other, data, 0, tmp_path) is None
+    assert load_lengths(MODEL, data.model_copy(update={"max_length": 64}), 0, tmp_path) is None
     source.write_text(json.dumps({"text": "another, longer text"}))
-    assert recall_lengths(MODEL, data, 0, tmp_path) is None
+    assert load_lengths(MODEL, data, 0, tmp_path) is None
 
 
 def test_a_damaged_memory_is_none(tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
     source.write_text(json.dumps({"text": "some text"}))
     data = DataSection(train=str(source))
-    remember_lengths(MODEL, data, 0, dataset([4, 6]), tmp_path)
+    save_lengths(MODEL, data, 0, dataset([4, 6]), tmp_path)
     (kept,) = (tmp_path / "datasets" / "lengths").iterdir()
     kept.write_text("{")
-    assert recall_lengths(MODEL, data, 0, tmp_path) is None
+    assert load_lengths(MODEL, data, 0, tmp_path) is None
 
 
 def test_estimates_count_text_and_not_roles() -> None:

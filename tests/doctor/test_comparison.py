@@ -25,12 +25,12 @@ def written(directory: Path, steps: list[dict[str, Any]]) -> Path:
 
 def compared(tmp_path: Path, other: list[dict[str, Any]], tolerance: float = 1e-5) -> Comparison:
     runs = written(tmp_path / "one", [{} for _ in other]), written(tmp_path / "other", other)
-    return Comparison.from_runs(("single", "fsdp x 2"), runs, tolerance)
+    return Comparison.of_runs(("single", "fsdp x 2"), runs, tolerance)
 
 
 def test_what_summing_in_another_order_changes_is_the_same_run(tmp_path: Path) -> None:
     result = compared(tmp_path, [{}, {"loss": 5.00002, "grad_norm": 2.00001}])
-    assert result.describe_first_difference() is None
+    assert result.first_difference() is None
     assert result.verdict() == (
         "the same run: over 2 steps losses differ by at most 4.0e-06 and gradient norms by 5.0e-06 "
         "(tolerance 1e-05, relative)"
@@ -51,7 +51,7 @@ def test_where_runs_part_the_first_step_and_the_number_are_named(
     tmp_path: Path, fields: dict[str, Any], said: str
 ) -> None:
     result = compared(tmp_path, [{}, fields, fields])
-    assert result.describe_first_difference() == said
+    assert result.first_difference() == said
     assert result.verdict() == f"NOT the same run: {said} (tolerance 1e-05, relative)"
 
 
@@ -60,13 +60,13 @@ def test_a_loss_near_zero_has_the_rounding_of_its_parts(tmp_path: Path) -> None:
     for name, loss in (("one", 1e-4), ("other", 1.1e-4)):
         parts = {"loss": loss, "metrics": {"forget_loss": 4.0, "retain_loss": 4.0, "forget_nll": 900.0}}
         runs.append(written(tmp_path / name, [parts]))
-    result = Comparison.from_runs(("single", "ddp x 2"), (runs[0], runs[1]), 1e-5)
-    assert result.is_same and result.find_worst_difference("loss") == pytest.approx(1e-5 / 4)
-    assert not Comparison.from_runs(result.names, (runs[0], runs[1]), 2e-6).is_same
+    result = Comparison.of_runs(("single", "ddp x 2"), (runs[0], runs[1]), 1e-5)
+    assert result.is_same and result.worst("loss") == pytest.approx(1e-5 / 4)
+    assert not Comparison.of_runs(result.names, (runs[0], runs[1]), 2e-6).is_same
 
 
 def test_half_precision_is_allowed_more(tmp_path: Path) -> None:
-    assert compared(tmp_path, [{"loss": 5.05}], tolerance=2e-2).describe_first_difference() is None
+    assert compared(tmp_path, [{"loss": 5.05}], tolerance=2e-2).first_difference() is None
 
 
 def test_the_table_has_both_sides(tmp_path: Path) -> None:
@@ -88,4 +88,4 @@ def test_the_table_has_both_sides(tmp_path: Path) -> None:
 def test_runs_of_different_length_cannot_be_compared(tmp_path: Path) -> None:
     one, other = written(tmp_path / "a", [{}]), written(tmp_path / "b", [{}, {}])
     with pytest.raises(ValueError, match=r"1 steps? and .* 2"):
-        Comparison.from_runs(("a", "b"), (one, other), 1e-5)
+        Comparison.of_runs(("a", "b"), (one, other), 1e-5)

@@ -68,8 +68,8 @@ def test_it_imports_no_transformers_whose_import_takes_longer_than_the_measureme
     block: MeasuredBlock = passes()["block/fp32/backward"]
     run = f"""
 import sys
-from trainwright.doctor import quick
-quick.block_case("block/fp32/backward", {block.sizes}).build()()
+from trainwright.doctor.calibrate_cases import build_block_case
+build_block_case("block/fp32/backward", {block.sizes}).build()()
 assert "transformers" not in sys.modules and "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", run], check=True)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.models.test_merging import base, trained
-from trainwright.api.publishing import export_here
+from trainwright.api.publishing import export_in_process
 from trainwright.errors import RequestError
 from trainwright.inference.finding import find_model
 from trainwright.inference.loading import check_fits
@@ -136,7 +136,7 @@ def test_generation_settings_that_are_none_are_told(model: Path, content: str) -
 def test_generation_settings_that_cannot_be_read_are_told(model: Path, tmp_path: Path, content: str) -> None:
     (model / "generation_config.json").write_text(content)
     with pytest.raises(RequestError, match=r"generation_config\.json: (nested more than|eos_token_id should be)"):
-        export_here(str(model), tmp_path / "model.gguf", "gguf", None, None)
+        export_in_process(str(model), tmp_path / "model.gguf", "gguf", None, None)
     assert all("generation_config.json: " in line for line in refusals(model)) and len(refusals(model)) == 2
 
 
@@ -173,7 +173,7 @@ def test_a_chat_template_that_is_no_text_is_told(model: Path, template: Any) -> 
 def test_sizes_that_a_gguf_file_cannot_hold_are_told(model: Path, tmp_path: Path) -> None:
     change_json(model / "config.json", max_position_embeddings=2**33)
     with pytest.raises(RequestError, match="context_length: 8589934592 cannot be written"):
-        export_here(str(model), tmp_path / "model.gguf", "gguf", None, None)
+        export_in_process(str(model), tmp_path / "model.gguf", "gguf", None, None)
 
 
 def sharded(model: Path, files: Callable[[dict[str, str]], Any]) -> None:

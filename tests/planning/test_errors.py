@@ -15,7 +15,7 @@ import pytest
 from trainwright.machine.describe import Cluster, build_cluster, parse_machine
 from trainwright.machine.machine import Machine
 from trainwright.planning.candidates import Constraints
-from trainwright.planning.errors import Errors, Interval, estimate_interval, list_kinds, look_up_errors
+from trainwright.planning.errors import Errors, Interval, build_errors, estimate_interval, list_kinds
 from trainwright.planning.output import describe_plan, format_candidates, summarize_plan
 from trainwright.planning.plan import RunPlan, make_plan
 from trainwright.planning.trace import tracing
@@ -96,7 +96,7 @@ def test_a_run_is_of_all_kinds_that_it_is_of() -> None:
 def test_of_several_kinds_the_wider_counts() -> None:
     nodes = parse_machine("2x8xH100")
     spread = replace(ONE, strategy="fsdp", num_processes=16, gradient_accumulation_steps=1)
-    whole, alone = look_up_errors(SMALL, spread, nodes), look_up_errors(SMALL, ONE, H100)
+    whole, alone = build_errors(SMALL, spread, nodes), build_errors(SMALL, ONE, H100)
     assert whole.speed.low <= alone.speed.low and whole.speed.high >= alone.speed.high
 
 

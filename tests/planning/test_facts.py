@@ -75,10 +75,10 @@ def test_epochs_are_steps_once_the_examples_are_counted(tmp_path: Path) -> None:
     asked = recipe(tmp_path, train={"max_steps": None, "epochs": 2.0})
     assert build_facts(asked).workload.steps is None
     from trainwright.data.tokens.dataset import TokenDataset
-    from trainwright.data.tokens.lengths import remember_lengths
+    from trainwright.data.tokens.lengths import save_lengths
 
     examples = TokenDataset.from_examples([([1] * 8, [True] * 8)] * 10, "x")
-    remember_lengths(asked.model, asked.data, 0, examples, tmp_path / "cache")
+    save_lengths(asked.model, asked.data, 0, examples, tmp_path / "cache")
     workload, assumptions, _ = build_facts(asked)
     few = "train.global_batch_size 12 exceeds the 10 examples to train on: each step uses every example about 1.2 times"
     assert (workload.steps, workload.row_tokens, assumptions) == (2, 8, (few,))

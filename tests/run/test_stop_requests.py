@@ -99,8 +99,8 @@ def test_the_first_attempt_forgets_why_the_run_has_stopped_before(
 _AGES = """
 import os
 from trainwright.run.shutdown.exit_code import compute_launch_age
-from trainwright.machine.usage import measure_process_age
-ages = {"none": 0.0, "own": measure_process_age(), "launcher": measure_process_age(os.getppid())}
+from trainwright.machine.usage import compute_process_age
+ages = {"none": 0.0, "own": compute_process_age(), "launcher": compute_process_age(os.getppid())}
 for number in (0, 1):
     print(min(ages, key=lambda name: abs(ages[name] - compute_launch_age(None, number))))
 """

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from tests.support.published_figures import config_of
 from trainwright.errors import RequestError
 from trainwright.machine.describe import parse_machine
-from trainwright.planning.errors import Interval, list_kinds, look_up_errors
+from trainwright.planning.errors import Interval, build_errors, list_kinds
 from trainwright.planning.memory.peak import Memory, estimate_memory
 from trainwright.planning.search import Verdict
 from trainwright.planning.step_time.rates import Rates
@@ -91,7 +91,7 @@ def compare(figure: dict[str, Any]) -> Compared:
         told / 2**30,
         each / speed if speed else None,
         told / 2**30 / held if held and _is_need(figure) else None,
-        _verdict(memory.total, cluster.usable_bytes, look_up_errors(workload, choice, cluster).memory),
+        _verdict(memory.total, cluster.usable_bytes, build_errors(workload, choice, cluster).memory),
         list_kinds(workload, choice, cluster),
     )
 

@@ -28,7 +28,7 @@ from trainwright.tasks.algorithm_distillation.in_context import (
 from trainwright.tasks.algorithm_distillation.model import HistoryModel, HistoryShape
 from trainwright.tasks.algorithm_distillation.objective import HistoryObjective, LossWeights
 from trainwright.tasks.algorithm_distillation.spec import AlgorithmDistillationSection, SourceAlgorithmSection
-from trainwright.tasks.algorithm_distillation.task import warn_of_other_source, warn_of_short_histories
+from trainwright.tasks.algorithm_distillation.task import explain_other_source, explain_short_histories
 from trainwright.tasks.algorithm_distillation.windows import Cut, HistoryWindows
 
 TINY = ROOT / "recipes" / "algorithm_distillation" / "tiny.yaml"
@@ -228,16 +228,16 @@ def test_histories_of_another_source_than_the_recipes_are_told_of() -> None:
     section = AlgorithmDistillationSection(source=SourceAlgorithmSection(name="q-learning", steps=400))
     made_by = section.source.algorithm
     for unknown in ({}, {"name": "scripted"}, made_by):
-        assert warn_of_other_source(section, unknown) is None
-    warning = warn_of_other_source(section, {**made_by, "steps": 200})
+        assert explain_other_source(section, unknown) is None
+    warning = explain_other_source(section, {**made_by, "steps": 200})
     assert warning is not None and "was made with steps 200, but the recipe has 400" in warning
-    warning = warn_of_other_source(section, SourceAlgorithmSection().algorithm)
+    warning = explain_other_source(section, SourceAlgorithmSection().algorithm)
     assert warning is not None and "was made with name ppo, but the recipe has q-learning" in warning
 
 
 def test_a_context_that_no_history_fills_is_warned_of(file: Path) -> None:
-    assert warn_of_short_histories(windows_of(file, steps=48)) is None
-    warning = warn_of_short_histories(windows_of(file, steps=49))
+    assert explain_short_histories(windows_of(file, steps=48)) is None
+    warning = explain_short_histories(windows_of(file, steps=49))
     assert warning is not None and "history (subsample 2) has 48 steps, but a window has 49" in warning
 
 

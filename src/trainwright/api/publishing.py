@@ -70,10 +70,10 @@ def export(
     """
     which = None if checkpoint is None else str(checkpoint)
     words = fspath(model), Path(out), to, dtype, which
-    return run_in_process(export_here, *words, progress=progress, trust_code=trust_code)
+    return run_in_process(export_in_process, *words, progress=progress, trust_code=trust_code)
 
 
-def export_here(model: str, out: Path, to: str, dtype: str | None, checkpoint: str | None) -> Path:
+def export_in_process(model: str, out: Path, to: str, dtype: str | None, checkpoint: str | None) -> Path:
     """Export in this process."""
     check_exists(model, "MODEL")  # before torch is imported
     from trainwright.inference.finding import find_model
@@ -239,10 +239,10 @@ def push(
         (True, None)
     """
     words = Path(run), repository, private, dry_run, message, checkpoint
-    return run_in_process(push_here, *words, progress=progress, trust_code=trust_code)
+    return run_in_process(push_in_process, *words, progress=progress, trust_code=trust_code)
 
 
-def push_here(
+def push_in_process(
     run: Path, repository: str, private: bool, dry_run: bool, message: str, checkpoint: int | None = None
 ) -> Upload:
     """Push in this process."""
@@ -329,10 +329,10 @@ def merge(
         trainwright.errors.RequestError: no adapter to merge: ...
     """
     words = fspath(model), fspath(out), None if adapter is None else fspath(adapter), dtype
-    return run_in_process(merge_here, *words, progress=progress, trust_code=trust_code)
+    return run_in_process(merge_in_process, *words, progress=progress, trust_code=trust_code)
 
 
-def merge_here(model: str, out: str, adapter: str | None, dtype: str | None) -> Merged:
+def merge_in_process(model: str, out: str, adapter: str | None, dtype: str | None) -> Merged:
     """Merge in this process."""
     check_exists(model, "MODEL")  # before torch is imported
     from trainwright.inference.finding import find_model

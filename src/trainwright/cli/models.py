@@ -225,9 +225,9 @@ def merge(
     trust_code: TrustCode = False,
 ) -> None:
     """Merge an adapter into its base model, and check the result by its logits."""
-    from trainwright.api.publishing import merge_here
+    from trainwright.api.publishing import merge_in_process
 
-    result = merge_here(model, str(out), adapter, dtype)
+    result = merge_in_process(model, str(out), adapter, dtype)
     say(f"{result.directory}: {format_plural(result.changed, 'matrix', 'matrices')} merged, all of them changed")
     say(f"logits differ from those of base model and adapter by {result.difference:.1e} of the largest")
     say(f"sample output: {result.sample!r}")
@@ -245,9 +245,9 @@ def export(
     trust_code: TrustCode = False,
 ) -> None:
     """Write a run's model in another format; an adapter is merged into its base if the format needs a full model."""
-    from trainwright.api.publishing import export_here
+    from trainwright.api.publishing import export_in_process
 
-    path = export_here(model, out, to, dtype, checkpoint)
+    path = export_in_process(model, out, to, dtype, checkpoint)
     if to == "gguf":
         size = f"{path.stat().st_size / 1e6:,.0f} MB in {dtype or 'f16'}"
         say(f"{path}: {size}, read back by transformers with the same tokens and logits")
@@ -276,9 +276,9 @@ def push(
 
     The token comes from HF_TOKEN or `hf auth login`, and is never stored.
     """
-    from trainwright.api.publishing import push_here
+    from trainwright.api.publishing import push_in_process
 
-    say(str(push_here(run, repository, private, dry_run, message, checkpoint)), wrap=False)
+    say(str(push_in_process(run, repository, private, dry_run, message, checkpoint)), wrap=False)
 
 
 def _show_usage(directory: Path) -> None:

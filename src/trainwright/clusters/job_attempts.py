@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from trainwright.engine.checkpoints.manifest import list_checkpoints
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, EXIT_TRAINING, MachineError, RequestError
-from trainwright.machine.usage import measure_process_age
+from trainwright.machine.usage import compute_process_age
 from trainwright.run.program import start_program
 from trainwright.run.shutdown.requests import forget_stops, stop_was_requested
 from trainwright.run.shutdown.stop import STARTS_AGAIN, STOP_SIGNALS
@@ -108,7 +108,7 @@ def main() -> None:
     options = parser.parse_args()
     restarts = os.environ.get(RESTARTS)
     if restarts == "0" and options.node_rank == 0:  # of an earlier job
-        forget_stops(options.run, measure_process_age())
+        forget_stops(options.run, compute_process_age())
     if restarts not in (None, "", "0") and stop_was_requested(options.run):
         say(f"{options.run} was asked to stop, and is not started again", file=sys.stderr)
         sys.exit(EXIT_FINISHED)
@@ -122,7 +122,7 @@ def choose_exit_code(run: Path, node_rank: int, code: int, count_in: str | None 
     Args:
         count_in: the place of the run's copies, where attempts are counted too, as the next may be on another machine.
     """
-    if code == EXIT_STOPPED and stop_was_requested(run, within=measure_process_age()):
+    if code == EXIT_STOPPED and stop_was_requested(run, within=compute_process_age()):
         return EXIT_FINISHED
     if not may_continue(code):
         return code

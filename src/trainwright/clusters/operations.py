@@ -14,7 +14,7 @@ from shutil import which
 from typing import TYPE_CHECKING
 
 from trainwright.errors import EXIT_FAULT, EXIT_REQUEST, Interrupted, RequestError, Stopped
-from trainwright.machine.usage import measure_process_age
+from trainwright.machine.usage import compute_process_age
 from trainwright.run.shutdown.requests import stop_was_requested
 from trainwright.run.shutdown.stop import STARTS_AGAIN
 from trainwright.utils import text
@@ -78,7 +78,7 @@ def train_on_hosts(training: TrainingRequest, hosts: str | None, hostfile: Path 
     while True:
         commands = [[*common, *_build_node_options(host_list, i, port)] for i in range(len(host_list))]
         result = run_on(host_list, commands, logs, may_lose=may_lose)
-        stopped = result.stopped or stop_was_requested(run, within=measure_process_age())
+        stopped = result.stopped or stop_was_requested(run, within=compute_process_age())
         if result.code != EXIT_FAULT or stopped or not result.lost or (may_lose and host_list[0] not in result.lost):
             break
         from trainwright.clusters.hosts import HostRestarts  # imports torch
@@ -88,7 +88,7 @@ def train_on_hosts(training: TrainingRequest, hosts: str | None, hostfile: Path 
             host_list, port = restarts.decide(host_list, result.lost)
         except Interrupted:
             raise Stopped(f"stopped while no host trained; continue with --resume {quote_word(run)}") from None
-        if stop_was_requested(run, within=measure_process_age()):  # meanwhile
+        if stop_was_requested(run, within=compute_process_age()):  # meanwhile
             break
         if may_lose and training.rendezvous_timeout is None:
             common = [*common, f"--rendezvous-timeout={_RENDEZVOUS_SECONDS}"]

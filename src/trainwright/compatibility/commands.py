@@ -237,9 +237,11 @@ def _ask_distribution(answers: Answers) -> Answers:
         offload = _ask("offload to the host's memory", "no", _parse_yes_or_no, "saves GPU memory, but is much slower")
         answers = replace(answers, offload=offload)
     if "deepspeed_config" in spec.keys:
-        parse = _accept_recipe(_build_count_parser(1))
+        parse = _build_recipe_or_parser(_build_count_parser(1))
         steps = _ask("gradient accumulation steps", "recipe", parse, "recipe: what the recipe says")
-        norm = _ask("gradient clipping norm", "recipe", _accept_recipe(_parse_norm), "recipe: what the recipe says")
+        norm = _ask(
+            "gradient clipping norm", "recipe", _build_recipe_or_parser(_parse_norm), "recipe: what the recipe says"
+        )
         return replace(answers, accumulation=steps, max_grad_norm=norm)
     if "reshard_after_forward" in spec.keys:
         reshard = _ask("reshard after the forward pass", "yes", _parse_yes_or_no, "no: faster, and needs more memory")
@@ -323,7 +325,7 @@ def _parse_json_file(text: str) -> str | None:
     return text
 
 
-def _accept_recipe(read: Callable[[str], T]) -> Callable[[str], T | None]:
+def _build_recipe_or_parser(read: Callable[[str], T]) -> Callable[[str], T | None]:
     return lambda text: None if text == "recipe" else read(text)
 
 

@@ -180,7 +180,7 @@ def check_rows(
     if encoder is not None and encoding is not None:
         source_check.notes += [*encoder.notes, *describe_remedies(encoder.list_remedies(), accepted=encoding.accepted)]
     if not source_check.wrong:  # check the types
-        table = read_rows(source, limit, key, documents, functools.partial(kind.build_narrowing, settings))
+        table = read_rows(source, limit, key, documents, functools.partial(kind.narrowing, settings))
         source_check.notes += list_media_notes(table, unused)
     return source_check
 

@@ -215,7 +215,7 @@ class _SideProgress:
 
 def _compare(sides: Sequence[ComparedRun], tolerance: float, out: TextIO) -> Comparison:
     left, right = sides
-    comparison = Comparison.from_runs((left.name, right.name), (left.run, right.run), tolerance)
+    comparison = Comparison.of_runs((left.name, right.name), (left.run, right.run), tolerance)
     say(file=out)
     comparison.show(out)
     say(comparison.verdict(), file=out)
@@ -249,7 +249,7 @@ class Comparison:
     tolerance: float
 
     @classmethod
-    def from_runs(cls, names: tuple[str, str], runs: tuple[Path, Path], tolerance: float) -> Comparison:
+    def of_runs(cls, names: tuple[str, str], runs: tuple[Path, Path], tolerance: float) -> Comparison:
         """Read the events of both runs.
 
         Raises:
@@ -263,13 +263,13 @@ class Comparison:
     @property
     def is_same(self) -> bool:
         """Whether the runs are equal within the tolerance."""
-        return self.describe_first_difference() is None
+        return self.first_difference() is None
 
-    def find_worst_difference(self, field: str) -> float:
+    def worst(self, field: str) -> float:
         """Return the largest relative difference of a field over the steps."""
         return max(_compute_difference(field, pair) for pair in self.steps)
 
-    def describe_first_difference(self) -> str | None:
+    def first_difference(self) -> str | None:
         """Return a message about the first difference between the runs; None if they are equal."""
         for pair in self.steps:
             if (reason := self._describe_difference(pair)) is not None:
@@ -290,13 +290,13 @@ class Comparison:
     def verdict(self) -> str:
         """Return a line that states whether the runs are the same, and the largest differences."""
         tolerance = f"tolerance {self.tolerance:.0e}, relative"
-        reason = self.describe_first_difference()
+        reason = self.first_difference()
         if reason is not None:
             return f"NOT the same run: {reason} ({tolerance})"
         return (
             f"the same run: over {len(self.steps)} step{'s' * (len(self.steps) > 1)} losses differ by at most "
-            f"{_format_difference(self.find_worst_difference('loss'))} and gradient norms by "
-            f"{_format_difference(self.find_worst_difference('grad_norm'))} ({tolerance})"
+            f"{_format_difference(self.worst('loss'))} and gradient norms by "
+            f"{_format_difference(self.worst('grad_norm'))} ({tolerance})"
         )
 
     def show(self, stream: TextIO) -> None:

@@ -94,7 +94,7 @@ def _compute_statistics(task: Task, strategy: Strategy, events: EventLog) -> dic
             for part in parts:
                 sums[name] = sums[name] + part if name in sums else part
             events.progress(step + 1, len(task.validation))
-            heartbeat.report_progress()
+            heartbeat.note_progress()
             if any(short for _, short in ranks):
                 break  # another rank has to start over, so all do
     finally:
@@ -139,7 +139,7 @@ def generate(
                 texts[index] = task.generate(module, prompts[index])
             world.check_stop()
             events.progress(min(first + every, len(prompts)), len(prompts))
-            heartbeat.report_progress()
+            heartbeat.note_progress()
     for part in world.gather(texts):
         texts.update(part)
     return [(prompt, texts[index]) for index, prompt in enumerate(prompts)]

@@ -218,7 +218,7 @@ def compare_with_plan(predicted: Mapping[str, float], measured: Mapping[str, flo
     """Yield everything that has both a prediction and a measurement.
 
     Args:
-        predicted: see `Plan.read_predictions`; without its intervals, as from older plans, nothing is outside of one.
+        predicted: see `RunPlan.predicted`; without its intervals, as from older plans, nothing is outside of one.
     """
     # The measured peak of a GPU counts tensors only, without its libraries.
     memory = "tensors_bytes" if "tensors_bytes" in predicted and "tensors_bytes" in measured else "memory_bytes"

@@ -443,7 +443,7 @@ class EventLog:
         self._observers = list(observers)
         self._path = path
         self._file = None
-        self._progress_sent_at = float("-inf")  # when `report_progress` was last passed on
+        self._progress_sent_at = float("-inf")  # when `progress` was last passed on
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)

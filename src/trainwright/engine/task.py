@@ -193,7 +193,7 @@ class ForwardOnly:
                 for batch in batches:
                     for micro in batch.select_for_rank(world.rank, world.size):
                         visit(module, micro)
-                        heartbeat.report_progress()
+                        heartbeat.note_progress()
         finally:
             module.train(training)
 

@@ -170,7 +170,7 @@ def map_over_ranks(
             if not isinstance(results, MemoryShortage):
                 by_index.update(zip(part, results, strict=True))
                 done(len(part))
-                heartbeat.report_progress()
+                heartbeat.note_progress()
             elif len(part) > 1:
                 largest = -(-len(part) // 2)
                 waiting = [half for batch in (part, *waiting) for half in _split_batch(batch, largest)]

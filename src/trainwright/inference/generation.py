@@ -134,7 +134,7 @@ def _write(
         output = model(input_ids=inputs, use_cache=True, **extra)
         tokens = choose(output.logits[:, -1].float(), step, [row.number for row in rows])
         next_ids = tokens.tolist()
-        heartbeat.report_progress()
+        heartbeat.note_progress()
         if on_token is not None:
             for row, token in zip(rows, next_ids, strict=True):
                 if token not in stop.tokens:

@@ -103,7 +103,7 @@ def _format_range(values: Sequence[float]) -> str:
     return "-".join(dict.fromkeys(ends))
 
 
-def measure_process_age(pid: int | None = None) -> float:
+def compute_process_age(pid: int | None = None) -> float:
     """Return the seconds since a process, this one without a ``pid``, was created."""
     try:
         text = Path(f"/proc/{pid or 'self'}/stat").read_text(encoding="ascii", errors="replace")

@@ -101,11 +101,11 @@ def convert_to_causal_name(name: str) -> str:
 def convert_to_whole_name(name: str, whole: Path) -> str:
     """Return the name in the model in ``whole`` of a module or tensor of the causal model."""
     part, dot, rest = name.partition(".")
-    return list_part_names(whole)[part] + dot + rest
+    return map_part_names(whole)[part] + dot + rest
 
 
 @lru_cache
-def list_part_names(whole: Path) -> Mapping[str, str]:
+def map_part_names(whole: Path) -> Mapping[str, str]:
     """Return the names in the model in ``whole`` of the parts of its causal model, its decoder and its head.
 
     Raises:

@@ -567,7 +567,7 @@ def _build_page(directory: Path, rows: Sequence[Mapping[str, Any]], metric: str,
     """
     from trainwright.observe.reports.charts import build_curve_charts, build_point_chart
     from trainwright.observe.reports.figures import RunFigures
-    from trainwright.observe.reports.page import CURVE_MENU, Page, format_section, format_table, to_html
+    from trainwright.observe.reports.page import CURVE_MENU, Page, format_html_table, format_section, to_html
 
     page = Page("Ablation - Trainwright")
     page.add(f"<header><h1>Ablation</h1><p>Best by {to_html(metric)}: <b>{to_html(best)}</b></p></header>")
@@ -576,7 +576,7 @@ def _build_page(directory: Path, rows: Sequence[Mapping[str, Any]], metric: str,
     cells = [
         [row["name"], row["run"], row["step"], *(shown(row["metrics"].get(name, "")) for name in names)] for row in rows
     ]
-    page.add(format_section("Runs", format_table(heads, cells)))
+    page.add(format_section("Runs", format_html_table(heads, cells)))
     keys = dict.fromkeys(key for row in rows for key in row["changes"])
     charts = [build_point_chart(key, metric, _build_points(rows, key, metric)) for key in keys]
     page.add(format_section(f"{metric} by key", page.add_charts(charts)))

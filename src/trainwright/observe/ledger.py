@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from trainwright.engine.event_reader import EventRecord, is_superseded, iterate_bounded_lines
-from trainwright.machine.usage import UsageSampler, measure_process_age
+from trainwright.machine.usage import UsageSampler, compute_process_age
 from trainwright.run.observers.hooks import ObservedRank
 from trainwright.utils.heartbeat import FINISHED, Heartbeat, Use
 from trainwright.utils.paths import list_files_inside, open_inside
@@ -123,7 +123,7 @@ class LedgerWriter:
 
     def __init__(self, run: Path, rank: int, own: Heartbeat, sample: Callable[[], Mapping[str, Any]] = dict) -> None:
         self._file, self._rank, self._own, self._sample = locate_rank_file(run, rank), rank, own, sample
-        self._started = time.time() - measure_process_age()
+        self._started = time.time() - compute_process_age()
         # The heartbeat began after the interpreter and its imports.
         self._before = time.time() - (time.monotonic() - own.started) - self._started
         self._launch = 1 + max((line.launch for line in _parse_lines(_read_tail(self._file).splitlines())), default=0)
@@ -397,7 +397,7 @@ def _compute_seconds_until(launch: Sequence[LedgerLine], when: float) -> dict[st
 _TICK, _LATE = 0.02, 0.015  # seconds
 
 
-def count_rank_stalls(rank: ObservedRank) -> AbstractContextManager[object]:
+def open_stall_counter(rank: ObservedRank) -> AbstractContextManager[object]:
     """Return a context that counts a rank's stalls; a rank that is alone waits for no other."""
     return nullcontext() if rank.info.size == 1 else Stalls(rank.heartbeat)
 

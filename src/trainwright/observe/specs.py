@@ -53,4 +53,4 @@ LEDGER = ObserverSpec(
     samples=f"{_LEDGER}:NewestSamples",
     after_workers=f"{_LEDGER}:count_ends",
 )
-STALLS = ObserverSpec("Stalls of a rank inside collectives.", beside="trainwright.observe.ledger:count_rank_stalls")
+STALLS = ObserverSpec("Stalls of a rank inside collectives.", beside="trainwright.observe.ledger:open_stall_counter")

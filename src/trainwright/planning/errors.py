@@ -94,7 +94,7 @@ def list_kinds(workload: Workload, choice: Choice, cluster: Cluster) -> tuple[st
     return tuple(name for name, holds_now in holds.items() if holds_now)
 
 
-def look_up_errors(workload: Workload, choice: Choice, cluster: Cluster) -> Errors:
+def build_errors(workload: Workload, choice: Choice, cluster: Cluster) -> Errors:
     """Return the errors of a run's kinds; of several, the wider bound on each side."""
     return _build_errors(list_kinds(workload, choice, cluster))
 

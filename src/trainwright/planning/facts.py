@@ -17,8 +17,8 @@ from trainwright.data.tokens.lengths import (
     describe_rows,
     estimate,
     find_longest,
+    load_lengths,
     mix_lengths,
-    recall_lengths,
     recall_source_lengths,
 )
 from trainwright.errors import RequestError
@@ -442,7 +442,7 @@ def _estimate_lengths(recipe: RecipeSchema, needs: Needs, assumptions: list[str]
     data = recipe.data
     if needs.full:
         return Lengths((data.max_length,), None, 1.0)
-    stored_lengths = recall_lengths(recipe.model, data, recipe.train.seed, find_cache_root(), describe_rows(recipe))
+    stored_lengths = load_lengths(recipe.model, data, recipe.train.seed, find_cache_root(), describe_rows(recipe))
     if stored_lengths is not None:
         if data.streaming is not None:
             many = format_plural(len(stored_lengths.quantiles), "example")

@@ -125,7 +125,7 @@ def plan(
         global_batch_size: with a model: rows per optimizer step.
         steps: with a model: optimizer steps of the run.
         on: plan for this machine, such as ``8xH100`` or a file of ``trainwright machine --json``, instead of this one;
-            or for what ``machine.describe.machine_of`` returns for these.
+            or for what ``machine.describe.resolve_machine`` returns for these.
         tokens: a budget of tokens to train on: ``300B``, or ``20x`` for 20 per parameter.
         price: with ``tokens``: the price of an hour of a device.
         progress: show operations that take long.

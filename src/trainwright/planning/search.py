@@ -20,7 +20,7 @@ from trainwright.planning.candidates import (
     list_recomputations,
     list_worlds,
 )
-from trainwright.planning.errors import Errors, look_up_errors
+from trainwright.planning.errors import Errors, build_errors
 from trainwright.planning.memory.peak import COPY, LOADING, Memory, estimate_least_memory, estimate_memory
 from trainwright.planning.step_time.basis import Corrections
 from trainwright.planning.step_time.rates import Rates
@@ -183,7 +183,7 @@ class Evaluator:
             available_bytes=int(self.cluster.usable_bytes * (1 - left_alone)),
             host_needed_bytes=host,
             host_available_bytes=int(free * (1 - LEFT_ALONE)),
-            errors=self.own or look_up_errors(self.workload, choice, self.cluster),
+            errors=self.own or build_errors(self.workload, choice, self.cluster),
             bold=self.bold,
             missing=self._explain_unfit(choice) or self.available(choice.strategy),
         )
@@ -199,7 +199,7 @@ class Evaluator:
         elif cluster.unified:
             least *= min(choice.num_processes, cluster.devices_per_node)
         left_alone = LEFT_ALONE if cluster.device == "cpu" or cluster.unified else 0.0
-        errors = self.own or look_up_errors(self.workload, choice, cluster)
+        errors = self.own or build_errors(self.workload, choice, cluster)
         return errors.memory.of(least)[0] > int(cluster.usable_bytes * (1 - left_alone))
 
     def _explain_unfit(self, choice: Choice) -> str | None:

@@ -46,7 +46,7 @@ def list_contradictions(recipe: RecipeSchema) -> list[Contradiction]:
     return [problem for check in checks for problem in check(recipe)]
 
 
-def _refuse_both(one: str, other: str) -> Contradiction:
+def _build_contradiction_of_both(one: str, other: str) -> Contradiction:
     return Contradiction((one, other), f"{one} and {other} are both set; keep one and set the other to null")
 
 
@@ -74,7 +74,7 @@ def _check_model(recipe: RecipeSchema) -> Iterator[Contradiction]:
     if model.name is None and model.config is None:
         yield Contradiction(("model.name",), "no model; set model.name, or model.config for a randomly initialized one")
     if model.name is not None and model.config is not None:
-        yield _refuse_both("model.name", "model.config")
+        yield _build_contradiction_of_both("model.name", "model.config")
     if model.config is not None:
         if model.is_own:
             if "model_type" in model.config:
@@ -305,17 +305,17 @@ def _check_stages(recipe: RecipeSchema) -> Iterator[Contradiction]:
 def _check_mixture(recipe: RecipeSchema) -> Iterator[Contradiction]:
     data = recipe.data
     if data.limit is not None:
-        yield _refuse_for_mixture("limit")
+        yield _build_mixture_contradiction("limit")
     if data.mixing == "concatenate" and any(source.weight != 1 for source in data.sources):
         why = "every example is used once, so the sources have no weights; remove them, or set it to weights"
         yield Contradiction(("data.mixing", "data.train"), why)
     sets = data.validation.values() if isinstance(data.validation, dict) else [data.validation]
     for key, default in RowSettings._field_defaults.items():
         if getattr(data, key) != default and not any(isinstance(rows, str) for rows in sets):
-            yield _refuse_for_mixture(key)
+            yield _build_mixture_contradiction(key)
 
 
-def _refuse_for_mixture(key: str) -> Contradiction:
+def _build_mixture_contradiction(key: str) -> Contradiction:
     why = f"applies to a single source; set {key} for each source of data.train"
     return Contradiction((f"data.{key}", "data.train"), why)
 
@@ -344,10 +344,10 @@ def _to_list(formats: str | Sequence[str]) -> Sequence[str]:
 def _check_length(recipe: RecipeSchema) -> Iterator[Contradiction]:
     train = recipe.train
     if train.max_steps is not None and train.epochs is not None:
-        yield _refuse_both("train.max_steps", "train.epochs")
+        yield _build_contradiction_of_both("train.max_steps", "train.epochs")
     lengths = [key for key in ("max_steps", "epochs", "max_tokens") if getattr(train, key) is not None]
     if "max_tokens" in lengths and len(lengths) > 1:
-        both = _refuse_both(f"train.{lengths[0]}", "train.max_tokens")
+        both = _build_contradiction_of_both(f"train.{lengths[0]}", "train.max_tokens")
         yield both._replace(keys=both.keys[::-1])
     if (train.initial_batch_size is None) != (not train.batch_warmup_steps):
         missing = "batch_warmup_steps" if train.initial_batch_size is not None else "initial_batch_size"

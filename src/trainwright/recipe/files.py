@@ -86,11 +86,11 @@ def parse_json(text: str, source: str, pairs: Callable[[list[tuple[str, Any]]], 
     except json.JSONDecodeError as error:
         raise RequestError(f"{source}:{error.lineno}:{error.colno}: not JSON: {error.msg}") from None
     except RecursionError:
-        raise _refuse_depth(source) from None
+        raise _build_depth_error(source) from None
     except ValueError as error:  # of `pairs`, and of numbers with thousands of digits
         raise RequestError(f"{source}: {error}") from None
     if is_deeper(value, DEEPEST):
-        raise _refuse_depth(source)
+        raise _build_depth_error(source)
     return value
 
 
@@ -110,5 +110,5 @@ def _list_items(value: Any) -> list[Any]:
     return [item for item in value if isinstance(item, dict | list)] if isinstance(value, list) else []
 
 
-def _refuse_depth(source: str) -> RequestError:
+def _build_depth_error(source: str) -> RequestError:
     return RequestError(f"{source}: nested more than {DEEPEST} deep")

@@ -76,7 +76,7 @@ class TrainingRequest:
         resume: a run directory, "" for the recipe's newest run, or None for a new run.
         rendezvous_timeout: the seconds for which processes or nodes wait for one another; None: the default.
         force: start even if the plan says that the run does not fit.
-        until, time_limit: when the run has to have stopped, see ``deadline_of``.
+        until, time_limit: when the run has to have stopped, see ``choose_deadline``.
     """
 
     recipe: Path | Tree | None

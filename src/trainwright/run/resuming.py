@@ -435,7 +435,7 @@ def _fetch_alone(run: Path, store: RemoteStore, stored: StoredRun, name: str | N
 
 def _check_same(run: Path, store: RemoteStore, stored: StoredRun) -> None:
     try:
-        same = remote_store.compute_identity(run) == stored.run
+        same = remote_store.read_identity(run) == stored.run
     except OSError:  # nothing was trained in it
         same = False
     if not same:

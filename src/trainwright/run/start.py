@@ -25,7 +25,7 @@ from trainwright.errors import (
     TrainingError,
     TrainwrightError,
 )
-from trainwright.machine.usage import measure_process_age
+from trainwright.machine.usage import compute_process_age
 from trainwright.recipe.loading import dump_recipe, load_recipe
 from trainwright.recipe.registries import START_HOOKS
 from trainwright.run import process, run_directory
@@ -39,7 +39,7 @@ from trainwright.run.request import RunRequest, resolve_request
 from trainwright.run.resolve import Resolved
 from trainwright.run.run_directory import choose_folder
 from trainwright.run.shutdown.failure import Failure
-from trainwright.run.shutdown.requests import check_before_steps, forget_stops
+from trainwright.run.shutdown.requests import find_stop_before_steps, forget_stops
 from trainwright.run.shutdown.stop import Stopping, describe_stop
 from trainwright.utils.activity import Activity
 from trainwright.utils.text import quote_word, say
@@ -199,7 +199,7 @@ class LocalRun:
 
     def _look_for_stops(self, run: Path) -> AbstractContextManager[None]:
         """Look for requests to stop while no process trains, which would look for them otherwise."""
-        return self.stopping.add_look(functools.partial(check_before_steps, run, self.request.deadline))
+        return self.stopping.add_look(functools.partial(find_stop_before_steps, run, self.request.deadline))
 
     def _replan(self, run: Path) -> None:
         """Plan with the lengths of the prepared rows."""
@@ -262,7 +262,7 @@ def open_recorded_run(
 
     Args:
         check: raises if the run is not to begin.
-        stopped: of ``RunRequest.opened``.
+        stopped: of ``RunRequest.open_directory``.
 
     Yields:
         The directory, and the text of its recipe.
@@ -275,7 +275,7 @@ def open_recorded_run(
 
 
 def _refuse_stopped(run: Path) -> None:
-    if forget_stops(run, measure_process_age()):
+    if forget_stops(run, compute_process_age()):
         raise Stopped("stopped before the first step: the run was asked to stop while this waited for it")
 
 

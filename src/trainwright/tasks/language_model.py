@@ -26,7 +26,7 @@ from trainwright.data.stream.stages import Stages
 from trainwright.data.stream.stream import BatchSizes, Data, GlobalBatch, MicroBatch, Stream, StreamSettings
 from trainwright.data.stream.streamed import prepare_streamed
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.data.tokens.lengths import describe_rows, remember_lengths
+from trainwright.data.tokens.lengths import describe_rows, save_lengths
 from trainwright.engine.task import ForwardOnly, Measured
 from trainwright.errors import RequestError
 from trainwright.inference.evaluation.measure import ValidationQuestions
@@ -130,7 +130,7 @@ def check_prepared(recipe: RecipeSchema, prepared: PreparedData, cache: Path) ->
     """Raise RequestError if the data does not fit the recipe; cache the lengths of its examples for plans."""
     refuse_unused_template(recipe.model.chat_template, [dataset.report["format"] for dataset in prepared.datasets])
     _check_packs(recipe, prepared.datasets)
-    remember_lengths(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache, describe_rows(recipe))
+    save_lengths(recipe.model, recipe.data, recipe.train.seed, prepared.train, cache, describe_rows(recipe))
 
 
 def count_embeddings(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> int:

@@ -487,7 +487,7 @@ def begin_phase(name: str, step: int = -1, micro_batch: int = -1) -> None:
         _own.phase(name, step, micro_batch)
 
 
-def report_progress() -> None:
+def note_progress() -> None:
     """Report that the phase goes on, from work in it that may take long without a collective."""
     if _own is not None:
         _own.progress()

@@ -39,7 +39,7 @@ def format_plural(number: int, noun: str, nouns: str | None = None) -> str:
 
 
 def format_clause(number: int, noun: str, do: str) -> str:
-    """Format a clause whose plural verb is given: they(1, "row", "have no answer") -> '1 row has no answer'."""
+    """Format a clause with a plural verb: format_clause(1, "row", "have no answer") -> '1 row has no answer'."""
     verb, space, rest = do.partition(" ")
     if number == 1:
         verb = {"have": "has", "are": "is", "were": "was", "do": "does"}.get(verb, f"{verb}s")

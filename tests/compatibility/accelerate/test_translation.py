@@ -12,7 +12,7 @@ from tests.compatibility.accelerate import files
 from tests.compatibility.accelerate.files import problems, translation, values, written
 from trainwright.compatibility.accelerate.machine import show
 from trainwright.compatibility.accelerate.reading import read
-from trainwright.compatibility.accelerate.translation import check_rendezvous, interpret
+from trainwright.compatibility.accelerate.translation import build_rendezvous_error, interpret
 from trainwright.errors import RequestError
 
 # Further examples beside the checkout, where there are some.
@@ -364,10 +364,10 @@ def test_accumulation_given_twice_has_to_agree(tmp_path: Path) -> None:
 def test_machines_of_the_command_line_win(tmp_path: Path) -> None:
     text = files.TWO_NODES.replace('main_process_ip: "192.168.1.1"\n', "")
     found = translation(tmp_path, text)
-    error = check_rendezvous(found)
+    error = build_rendezvous_error(found)
     assert error is not None and "main_process_ip is missing" in str(error)
     joined = found.set_machines(node_rank=0, rendezvous="other:1")
-    assert check_rendezvous(joined) is None and (joined.node_rank, joined.nodes) == (0, 2)
+    assert build_rendezvous_error(joined) is None and (joined.node_rank, joined.nodes) == (0, 2)
 
 
 @pytest.mark.parametrize("width", [80, 100])

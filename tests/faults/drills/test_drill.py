@@ -50,8 +50,8 @@ from trainwright.faults.drills.operations import (
     _list_trials,
     build_rows,
     format_cells,
+    format_drill_table,
     format_results,
-    format_table,
     list_notes,
     run_trials,
 )
@@ -279,7 +279,7 @@ def test_a_kind_that_cannot_be_tried_here_is_skipped_and_never_held(
     assert [line["verdict"] for line in found.values() if line] == [SKIPPED, SKIPPED]
     row = build_rows(found)[-1].as_json()
     assert (row["tries"], row[HELD], row[SKIPPED]) == (0, 0, 2)
-    assert "not tried here: no mounts: mounts are refused" in format_table(found)
+    assert "not tried here: no mounts: mounts are refused" in format_drill_table(found)
     assert all(
         line is None for line in results.of(schedule_trials(1, 2, {lacking.name: [FaultCase(SPREADS[0])]})).values()
     )
@@ -436,7 +436,7 @@ def test_the_table_has_medians_and_what_is_left() -> None:
     values = [{"detection": 1.0, "recovery": 4.0, "lost": 2}, {"detection": 3.0, "recovery": 8.0, "lost": 4}, {}]
     lines = [{"verdict": HELD, "why": "", **value} for value in values]
     found = dict(zip(trials, [*lines, None], strict=True))
-    whole = format_table(found)
+    whole = format_drill_table(found)
     assert "2.0 s" in whole and "6.0 s" in whole and "3 steps" in whole and "1 of 4 trials are left" in whole
     narrow = format_results(format_cells(found), list_notes(found), 80)
     assert all(len(line) <= 80 for line in narrow.splitlines())

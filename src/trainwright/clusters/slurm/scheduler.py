@@ -96,7 +96,7 @@ def submit(file: Path, after: str | None = None) -> str:
     if left_out:
         overrides = ", ".join(f"{name}={os.environ[name]}" for name in left_out)
         say(f"note: sbatch is run without {overrides}, which would override what {file} asks for", file=sys.stderr)
-    variables = {name: value for name, value in remove_own_job(os.environ).items() if name not in left_out}
+    variables = {name: value for name, value in remove_job_variables(os.environ).items() if name not in left_out}
     dependency = [] if after is None else [f"--dependency=afterany:{after}"]
     result = _run("sbatch", "--parsable", *dependency, str(file), variables=variables, seconds=_SUBMIT_SECONDS)
     _check_reachable(result)
@@ -328,7 +328,7 @@ def select_overriding(script: str, variables: Iterable[str]) -> list[str]:
     return sorted({f"SBATCH_{name}" for name in names - {"REQUEUE"}} & set(variables))
 
 
-def remove_own_job(variables: Mapping[str, str]) -> dict[str, str]:
+def remove_job_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Return variables without those of the job that this process belongs to: sbatch gives them to the new job, and
     replaces only those that it sets in every job.
     """

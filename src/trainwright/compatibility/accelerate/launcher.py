@@ -17,7 +17,7 @@ from trainwright.compatibility.accelerate.machine import refuse_count_of_one_mac
 from trainwright.compatibility.accelerate.reading import AccelerateConfig, ConfigSection, locate_default_file
 from trainwright.compatibility.accelerate.translation import (
     Translation,
-    check_rendezvous,
+    build_rendezvous_error,
     find_last_value,
     interpret,
     read_translation,
@@ -51,7 +51,7 @@ def find_translation(
     if processes is not None:
         translation = replace(translation, processes=int(processes) if processes.isdigit() else None)
     translation.refuse_problems()
-    if (error := check_rendezvous(translation)) is not None:
+    if (error := build_rendezvous_error(translation)) is not None:
         raise error
     machine = detect()
     if processes is None:

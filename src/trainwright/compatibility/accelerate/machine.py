@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator
 
 from trainwright.compatibility.accelerate.reading import AccelerateConfig
-from trainwright.compatibility.accelerate.translation import Translation, check_rendezvous, format_override_value
+from trainwright.compatibility.accelerate.translation import Translation, build_rendezvous_error, format_override_value
 from trainwright.errors import MachineError, RequestError
 from trainwright.machine.machine import Machine
 from trainwright.recipe.strategy_spec import check_library, look_up_strategy
@@ -141,7 +141,7 @@ def list_commands(translation: Translation, machine: Machine) -> list[str]:
     lines: list[str] = []
     if list_lacking(translation, machine):
         return lines
-    if not translation.problems and check_rendezvous(translation) is None:
+    if not translation.problems and build_rendezvous_error(translation) is None:
         lines.append(f"trainwright train RECIPE --accelerate-config {quote_word(translation.source)}")
     of_scripts = any(problem.for_script for problem in translation.problems)
     if not of_scripts and translation.nodes == 1 and not is_run_as_ddp(translation, machine):

@@ -528,7 +528,7 @@ def _is_on(value: Any) -> bool:
     return value not in (None, False, "", [], {}) and str(value).lower() not in ("false", "no", "[]", "none")
 
 
-def check_rendezvous(translation: Translation) -> RequestError | None:
+def build_rendezvous_error(translation: Translation) -> RequestError | None:
     """Return the error for several machines without a rendezvous address, or None."""
     if translation.nodes == 1 or translation.rendezvous is not None:
         return None

@@ -10,7 +10,7 @@ from typing import Any
 from trainwright.compatibility.accelerate.machine import choose_processes
 from trainwright.errors import RequestError
 from trainwright.machine.machine import Machine
-from trainwright.parallel.zero.spec import look_up_stage
+from trainwright.parallel.zero.spec import count_sharded_parts
 from trainwright.recipe.registries import STRATEGIES
 from trainwright.recipe.strategy_spec import StrategySpec, load_strategies, look_up_strategy
 from trainwright.recipe.yaml_text import to_yaml
@@ -145,7 +145,7 @@ def _choose_distributed_type(answers: Answers) -> str:
 def _build_deepspeed_values(answers: Answers) -> dict[str, Any]:
     if answers.deepspeed_file is not None:
         return {"deepspeed_config_file": answers.deepspeed_file, "deepspeed_multinode_launcher": "standard"}
-    stage = look_up_stage(look_up_strategy(answers.strategy))
+    stage = count_sharded_parts(look_up_strategy(answers.strategy))
     device = "cpu" if answers.offload else "none"
     numbers = {"gradient_accumulation_steps": answers.accumulation, "gradient_clipping": answers.max_grad_norm}
     return {

@@ -71,12 +71,15 @@ _LONGER_ENDS = {
 }
 
 
+_STAGES_OF_PAIRS = ("rm", "ppo", "dpo", "kto")
+
+
 def answers(conversion: Conversion, setting: Setting, rule: Rule, template: str, stage: str) -> None:
     """Train on all tokens, or on the answers with all that the template writes after them."""
     ends = _LONGER_ENDS.get(str(conversion.value(template)))
     if setting.is_on:
         conversion.take(setting, "data.targets", "all")
-    elif ends is None or conversion.value(stage) in ("rm", "ppo", "dpo", "kto"):
+    elif ends is None or conversion.value(stage) in _STAGES_OF_PAIRS:
         conversion.take(setting, "data.targets", "answers")
     else:
         begin, end = (re.escape(mark).replace("\\\n", r"\n") for mark in ends)

@@ -132,7 +132,8 @@ def build_tree(text: str, path: Path, options: dict[str, Any]) -> tuple[Tree, st
         top = _OF_TRAINERS.fullmatch(name) is not None
         arguments: dict[str, Any] = {}
         named_words = [
-            ast.keyword(parameter, value) for parameter, value in zip(_look_up_places(name), call.args, strict=False)
+            ast.keyword(parameter, value)
+            for parameter, value in zip(_list_first_arguments(name), call.args, strict=False)
         ]
         words = [*call.keywords, *named_words]
         for word in words:
@@ -493,7 +494,7 @@ class _Constants:
         return Code(ast.unparse(node))
 
 
-def _look_up_places(trainer: str) -> tuple[str, ...]:
+def _list_first_arguments(trainer: str) -> tuple[str, ...]:
     """Return the names of a trainer's first arguments, which a script may pass without them; none of other calls."""
     if trainer in _WITH_REFERENCE:
         return ("model", "ref_model", *_PLACES[1:])

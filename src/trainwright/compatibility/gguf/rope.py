@@ -42,7 +42,7 @@ def write_rope(config: PretrainedConfig, architecture: str) -> tuple[dict[str, A
         local = rope["sliding_attention"]
         settings["rope.freq_base_swa"] = float(local["rope_theta"])
         if local.get("rope_type", "default") != "default" or kind not in ("default", "linear"):
-            raise _refuse_rope(config, kind if kind not in ("default", "linear") else local["rope_type"])
+            raise _build_rope_error(config, kind if kind not in ("default", "linear") else local["rope_type"])
     if kind == "default":
         return settings, {}
     if kind == "linear":
@@ -53,10 +53,10 @@ def write_rope(config: PretrainedConfig, architecture: str) -> tuple[dict[str, A
         return settings, {FREQUENCIES: _compute_llama3_factors(full, _count_rotated(config, full))}
     if kind == "longrope" and architecture in _LONGROPE:
         return _build_longrope(config, full, settings)
-    raise _refuse_rope(config, kind)
+    raise _build_rope_error(config, kind)
 
 
-def _refuse_rope(config: PretrainedConfig, kind: str) -> RequestError:
+def _build_rope_error(config: PretrainedConfig, kind: str) -> RequestError:
     return RequestError(f"rope_type {kind} of a {config.model_type} cannot be written to a GGUF file")
 
 
@@ -69,9 +69,9 @@ def _build_yarn(config: PretrainedConfig, rope: Mapping[str, Any]) -> dict[str, 
     usual = 0.1 * math.log(rope["factor"]) + 1.0
     attention = rope.get("attention_factor")
     if rope.get("mscale") or rope.get("mscale_all_dim") or not rope.get("truncate", True):
-        raise _refuse_rope(config, "yarn with mscale or without truncate")
+        raise _build_rope_error(config, "yarn with mscale or without truncate")
     if attention is not None and abs(attention - usual) > _SAME:
-        raise _refuse_rope(config, f"yarn with attention_factor {attention}")
+        raise _build_rope_error(config, f"yarn with attention_factor {attention}")
     settings = {
         "rope.scaling.type": "yarn",
         "rope.scaling.factor": float(rope["factor"]),

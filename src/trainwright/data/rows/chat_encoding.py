@@ -1,7 +1,7 @@
 """Encode conversations as tokens, and mark the tokens of assistant turns as targets.
 
 The whole conversation is rendered and tokenized once, exactly as at inference; nothing is concatenated from parts. A
-token is a target if any of its characters belong to a turn, which ``chat_turns`` locates. White space after the stop is
+token is a target if any of its characters belong to a turn, which ``TurnFinder`` locates. White space after the stop is
 not a target, and neither is text that the template appends to the end of a conversation: the model has stopped by then.
 
 ``list_omissions`` finds the parts of a conversation that a template left out. The turns are compared with the rendered
@@ -479,7 +479,7 @@ class TurnFinder:
             text, ranges = self.template.render_marked(row, index)
             turns = [turn for turn, message in enumerate(row) if message["role"] == "assistant"]
             if len(ranges) != len(turns):
-                raise self._refuse_turns(index, f"{len(turns)} turns, {len(ranges)} marked as generated")
+                raise self._build_turns_error(index, f"{len(turns)} turns, {len(ranges)} marked as generated")
             targets = [(turn, span) for turn, span in zip(turns, ranges, strict=True) if row[turn].get("target", True)]
             prompts = self._render_prompts([row[:turn] for turn, _ in targets])
             spans = [self._closed(text, span) for _, span in targets]
@@ -525,7 +525,7 @@ class TurnFinder:
                 text, prompt, row, turn
             )
             if span is None:
-                raise self._refuse_turns(index, f"turn {turn} is not in the rendered text")
+                raise self._build_turns_error(index, f"turn {turn} is not in the rendered text")
             spans[index].append(span)
             prompt_only[index] = prompt_only[index] or self._prompt_only(text, prompt)
         return [LocatedTurns(*fields) for fields in zip(texts, spans, prompt_only, strict=True)]
@@ -596,7 +596,7 @@ class TurnFinder:
         # Text that only starts like the closing belongs to the next turn.
         return len(closing.rstrip()) if last or closing == self._closing else 0
 
-    def _refuse_turns(self, index: int, why: str) -> TurnsError:
+    def _build_turns_error(self, index: int, why: str) -> TurnsError:
         return TurnsError(
             f"the chat template of {self.template.name}: the turns cannot be located ({why}); set model.chat_template "
             "to one that marks them with {% generation %}",

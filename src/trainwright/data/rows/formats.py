@@ -110,7 +110,7 @@ class RowReader:
             )
         return RowLayout(layout, layout.columns, (*layout.extra, self.extra), layout.settings)
 
-    def build_narrowing(
+    def narrowing(
         self, settings: RowSettings, columns: Sequence[str], first_rows: Sequence[Row]
     ) -> Callable[[Row], Row]:
         """Return a function that reduces rows to the columns and the keys of turns that are used.
@@ -185,7 +185,7 @@ def to_example(row: Row, layout: str, remarks: Counter[str] | None = None) -> Ex
     """Convert one row to a text, or to a list of messages with at least one target.
 
     Args:
-        layout: its name, or the result of ``layouts.layout_of`` with the columns that its fields are read from.
+        layout: its name, or the result of ``layouts.choose_layout`` with the columns that its fields are read from.
         remarks: counts the rows that were changed, by the change in words.
 
     Raises:
@@ -393,7 +393,7 @@ def read_turns_field(row: Row, field: str) -> list[Message]:
     value = row.get(field)
     if value is None:
         raise RequestError(f"the field {field} is missing; it has {format_names(row)}")
-    items = _list_turns(value, field)
+    items = _normalize_turns(value, field)
     if not isinstance(items, list) or not items:
         description = "an empty list" if items == [] else describe_type(items)
         raise RequestError(f"the field {field} should be a list of turns, not {description}")
@@ -412,10 +412,10 @@ def parse_transcript(text: str) -> list[Message] | None:
     return [_parse_turn({"role": role, "content": text.strip()}, role) for role, text in turns]
 
 
-def _list_turns(value: Any, field: str) -> Any:
+def _normalize_turns(value: Any, field: str) -> Any:
     """Return a list of turns given as JSON text, as a single turn, or as an object of lists (Arrow format)."""
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
-        return _list_turns(_parse_turns(value, field), field)
+        return _normalize_turns(_parse_turns(value, field), field)
     if not isinstance(value, dict):
         return value
     lists = {key: item for key, item in value.items() if isinstance(item, list)}

@@ -274,7 +274,7 @@ def _normalize_all(
             for row, rest in reader.rows(source, counts):
                 kinds.setdefault(next(iter(row)), source)
                 text = to_json(row)
-                repetition = index.add(_compute_rank(text, seed), text, row, rest)
+                repetition = index.add(_hash_row(text, seed), text, row, rest)
                 if repetition is not Repetition.NEW:
                     counts.duplicates += 1
                     counts.differing += repetition is Repetition.DIFFERENT
@@ -384,7 +384,7 @@ def _list_turns(row: Row) -> list[Any]:
     return [turn for field in _TURNS for turn in row.get(field, ())]
 
 
-def _compute_rank(text: str, seed: int) -> bytes:
+def _hash_row(text: str, seed: int) -> bytes:
     """Return the hash of a row and the seed that decides its split."""
     return hashlib.sha256(f"{seed}/{text}".encode()).digest()[:16]
 
@@ -396,7 +396,7 @@ def _divide(rows: Path, directory: Path, borders: tuple[bytes, bytes], statistic
         statistics.sides = {name: SplitCounts() for name in SPLITS}
         with rows.open(encoding="utf-8") as lines:
             for line in lines:
-                rank = _compute_rank(line.rstrip("\n"), seed)
+                rank = _hash_row(line.rstrip("\n"), seed)
                 name = "test" if rank < test else "validation" if rank < validation else "train"
                 files[name].write(line)
                 statistics.sides[name].add(json.loads(line))

@@ -110,7 +110,7 @@ def read_rows(
         return _check_not_empty(rows.select(range(min(begin, stop), stop)), source, key)
     files = list(source_files.usable())
     if not files:
-        raise _refuse_unusable(source_files, key)
+        raise _build_unusable_error(source_files, key)
     if _are_tables(files) and all(map(_can_load_as_dataset, files)):
         table = _build_table(files, end, narrowing).slice(begin)
     else:
@@ -215,7 +215,7 @@ def check_source(source: str, key: str = "data.train", documents: bool = False) 
         read = read or bool(rows)
         first = (first + rows)[:8] if source_files.documents else first or rows[:8]
     if not read:
-        raise _refuse_unusable(source_files, key)
+        raise _build_unusable_error(source_files, key)
     return first
 
 
@@ -282,7 +282,7 @@ def find_source_files(source: str, key: str = "data.train", documents: bool = Fa
     return source_files
 
 
-def _refuse_unusable(source_files: SourceFiles, key: str) -> RequestError:
+def _build_unusable_error(source_files: SourceFiles, key: str) -> RequestError:
     why = source_files.left_out() or [f"{file} has no rows" for file in source_files.files]
     return RequestError(f"{key}: no readable files: {'; '.join(why[:8])}")
 
@@ -494,7 +494,7 @@ def build_table(read: Callable[[], Iterator[PlacedRow]], narrowing: Narrowing | 
         return join_tables(chunks(read()))
     except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
         if narrowing is None:
-            raise _explain(read(), error) from None
+            raise _build_types_error(read(), error) from None
     columns = list(dict.fromkeys(key for _, row in read() for key in row))
     narrow = narrowing(columns, [row for _, row in islice(read(), _FIRST)])
     empty = dict.fromkeys(columns)
@@ -505,7 +505,7 @@ def build_table(read: Callable[[], Iterator[PlacedRow]], narrowing: Narrowing | 
     try:
         return join_tables(chunks((location, {**empty, **row}) for location, row in used()))
     except (pa.ArrowException, OverflowError, UnicodeEncodeError) as error:
-        raise _explain(used(), error) from None
+        raise _build_types_error(used(), error) from None
 
 
 def _read_chunk(rows: Iterator[PlacedRow]) -> list[PlacedRow]:
@@ -549,7 +549,7 @@ def _spill_table(table: pa.Table) -> pa.Table:
         os.unlink(name)
 
 
-def _explain(rows: Iterator[PlacedRow], error: Exception) -> RequestError:
+def _build_types_error(rows: Iterator[PlacedRow], error: Exception) -> RequestError:
     """Return an error about the first two values whose types differ."""
     first_kinds: dict[str, tuple[str, str]] = {}
     origin = ""

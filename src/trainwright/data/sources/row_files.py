@@ -108,11 +108,11 @@ def _iterate_values(path: Path) -> Iterator[LocatedRow]:
             return
         start = _find_only_list(path, text, start)
     if text[start : start + 1] != "[":
-        raise _refuse_json(path, text, start, "expected a list of objects")
+        raise _build_json_error(path, text, start, "expected a list of objects")
     end = yield from _iterate_array(path, text, start)
     rest = _skip_space(text, end)
     if start == _skip_space(text, 0) and rest < len(text):  # an object was already read to its end
-        raise _refuse_json(path, text, rest, "extra data after the list; write one object per line, or one list")
+        raise _build_json_error(path, text, rest, "extra data after the list; write one object per line, or one list")
 
 
 def _iterate_objects(path: Path, text: str, position: int) -> Iterator[LocatedRow]:
@@ -141,7 +141,7 @@ def _iterate_array(path: Path, text: str, start: int) -> Generator[LocatedRow, N
         if mark == "]":
             return position + 1
         if mark != ",":
-            raise _refuse_json(path, text, position, "',' or ']' should follow a row; is the file cut off?")
+            raise _build_json_error(path, text, position, "',' or ']' should follow a row; is the file cut off?")
         position = _skip_space(text, position + 1)
 
 
@@ -150,7 +150,7 @@ def _find_only_list(path: Path, text: str, start: int) -> int:
     value, end = _parse_value(path, text, start)
     rest = _skip_space(text, end)
     if rest < len(text):
-        raise _refuse_json(path, text, rest, "extra data after the JSON value; write one row per line (.jsonl)")
+        raise _build_json_error(path, text, rest, "extra data after the JSON value; write one row per line (.jsonl)")
     lists = [key for key, item in value.items() if isinstance(item, list)]
     if len(lists) != 1:
         summary = f"{len(lists)} lists ({', '.join(lists[:8])})" if lists else "none"
@@ -174,7 +174,7 @@ def _iterate_text_lines(path: Path) -> Iterator[str]:
         try:
             yield raw.decode()
         except UnicodeDecodeError:
-            raise _refuse_encoding(path) from None
+            raise _build_encoding_error(path) from None
 
 
 def _iterate_csv(path: Path) -> Iterator[LocatedRow]:
@@ -254,10 +254,10 @@ def read_text(path: Path) -> str:
     try:
         return read_all(path).decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise _refuse_encoding(path) from None
+        raise _build_encoding_error(path) from None
 
 
-def _refuse_encoding(path: Path) -> RequestError:
+def _build_encoding_error(path: Path) -> RequestError:
     for line, raw in iterate_numbered_lines(path):
         if line == 1 and raw.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             return RequestError(f"{path}: UTF-16 text; save the file as UTF-8")
@@ -402,7 +402,7 @@ def describe_type(value: object) -> str:
     return next((name for kind, name in names.items() if isinstance(value, kind)), fallback)
 
 
-def _refuse_json(path: Path, text: str, position: int, reason: str) -> RequestError:
+def _build_json_error(path: Path, text: str, position: int, reason: str) -> RequestError:
     return RequestError(f"{path}:{text.count(chr(10), 0, position) + 1}: not JSON rows: {reason}")
 
 

@@ -423,7 +423,7 @@ def split(
             f"data.validation: {validation} of {total:,} examples leaves none for training; lower it, or set it to null"
         )
     prefix = f"{seed}/".encode()
-    ranks = np.fromiter((_compute_rank(prefix + bytes(content)) for content in hashes), np.uint64, total)
+    ranks = np.fromiter((_hash_content(prefix + bytes(content)) for content in hashes), np.uint64, total)
     order = np.argsort(ranks, kind="stable")
     borders = [0, *(np.flatnonzero(np.diff(ranks[order])) + 1).tolist(), total]  # edges of equal groups
     in_validation = np.zeros(total, dtype=np.bool_)
@@ -442,5 +442,5 @@ def split(
     return all_indices[~in_validation], all_indices[in_validation]
 
 
-def _compute_rank(content: bytes) -> int:
+def _hash_content(content: bytes) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "big")

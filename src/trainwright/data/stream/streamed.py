@@ -282,7 +282,7 @@ class _Shards:
             if self._produces:
                 self._look(number)
             time.sleep(_LOOK_SECONDS)
-            heartbeat.report_progress()
+            heartbeat.note_progress()
         if heart is not None:
             heart.end_within()
         return shard

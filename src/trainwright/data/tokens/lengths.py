@@ -132,7 +132,7 @@ class Lengths:
 
 
 def find_longest(parts: Sequence[Lengths], global_batch_size: int) -> tuple[int, ...]:
-    """Return the longest example lengths, as ``Lengths.longest_first``, over the batches of all parts of a run."""
+    """Return the longest example lengths, as ``Lengths.list_longest_first``, over the batches of all parts of a run."""
     if len(parts) == 1:
         return parts[0].list_longest_first(global_batch_size)
     count = min(_PLACES, global_batch_size, _MAX_SAMPLED)
@@ -198,10 +198,10 @@ def describe_rows(recipe: RecipeSchema) -> str:
     return "" if count == 1 and kinds == {EXAMPLES.name} else f"{count} of {', '.join(sorted(kinds))}"
 
 
-def remember_lengths(
+def save_lengths(
     model: ModelSection, data: DataSection, seed: int, dataset: TokenDataset, cache: Path, rows: str = ""
 ) -> None:
-    """Save the lengths of a source for ``recall_lengths``.
+    """Save the lengths of a source for ``load_lengths``.
 
     Args:
         rows: see ``describe_rows``.
@@ -215,7 +215,7 @@ def remember_lengths(
         try_write(file, json.dumps(about))
 
 
-def recall_lengths(model: ModelSection, data: DataSection, seed: int, cache: Path, rows: str = "") -> Lengths | None:
+def load_lengths(model: ModelSection, data: DataSection, seed: int, cache: Path, rows: str = "") -> Lengths | None:
     """Return the saved lengths of a source for this model, or None if it was not tokenized yet or has changed."""
     parts = recall_source_lengths(model, data, seed, cache, rows)
     return None if parts is None else parts[0]
@@ -224,7 +224,7 @@ def recall_lengths(model: ModelSection, data: DataSection, seed: int, cache: Pat
 def recall_source_lengths(
     model: ModelSection, data: DataSection, seed: int, cache: Path, rows: str = ""
 ) -> list[Lengths] | None:
-    """Return the saved lengths of each source of a recipe with stages; see ``recall_lengths``."""
+    """Return the saved lengths of each source of a recipe with stages; see ``load_lengths``."""
     try:
         cached_lengths = json.loads(_locate_lengths_file(model, data, seed, cache, rows).read_text(encoding="utf-8"))
         parts = cached_lengths if isinstance(cached_lengths, list) else [cached_lengths]

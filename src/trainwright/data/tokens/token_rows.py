@@ -245,7 +245,7 @@ def tokenize_source(
             has a target.
     """
     name, documents = source.source, source.is_documents
-    rows = read_rows(name, source.limit, key, documents, functools.partial(kind.build_narrowing, source.rows))
+    rows = read_rows(name, source.limit, key, documents, functools.partial(kind.narrowing, source.rows))
     columns = rows.column_names
     encoding = RowEncoding.of(source, tokenizer, data, kind, columns, rows[:8] and _build_rows(rows[:8]), key=key)
     token_rows = encoding.create_token_rows(TokenSpool(spool))

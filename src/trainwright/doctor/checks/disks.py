@@ -49,7 +49,8 @@ def check(context: CheckContext) -> CheckResult:
             findings.append(_describe_failed_write(text, error))
             continue
         read_back = "" if speed.read is None else f", read {speed.read / 1e6:,.0f} MB/s"
-        free = psutil.disk_usage(str(directory)).free
+        status = os.statvfs(directory)
+        free = status.f_bavail * status.f_frsize
         facts.append(
             f"{text}: write {speed.write / 1e6:,.0f} MB/s{read_back}, {format_bytes(free)} free; "
             f"{_describe_device(device, directory)}"

@@ -98,7 +98,7 @@ def _check_selections(variables: Mapping[str, str], interfaces: Mapping[str, Int
         if variable != "NCCL_SOCKET_IFNAME" and text.strip().startswith(("^", "=")):
             what = f"{variable}={text}: only NCCL_SOCKET_IFNAME may begin with {text.strip()[0]}"
             why = "processes fail to start with `Unable to find address`"
-            fix = f"set the interfaces to use: {variable}={_list_usable(interfaces) or 'INTERFACE'}"
+            fix = f"set the interfaces to use: {variable}={_join_usable_names(interfaces) or 'INTERFACE'}"
             yield Finding(Severity.BROKEN, what, why, fix)
             continue
         for name in _parse_names(text):
@@ -107,7 +107,9 @@ def _check_selections(variables: Mapping[str, str], interfaces: Mapping[str, Int
                 for interface in interfaces.values()
                 if interface.name == name or (not exact and interface.name.startswith(name))
             ]
-            choose = f"set {variable} to one that is up ({_list_usable(interfaces) or 'there is none'}), or unset it"
+            choose = (
+                f"set {variable} to one that is up ({_join_usable_names(interfaces) or 'there is none'}), or unset it"
+            )
             if not matches:
                 why = "processes fail to start with `no socket interface found` or `Unable to find address`"
                 yield Finding(Severity.BROKEN, f"{variable}={text}: there is no interface {name}", why, choose)
@@ -117,7 +119,7 @@ def _check_selections(variables: Mapping[str, str], interfaces: Mapping[str, Int
                 yield Finding(Severity.BROKEN, what, why, f"`ip link set {matches[0].name} up` (as root), or {choose}")
 
 
-def _list_usable(interfaces: Mapping[str, Interface]) -> str:
+def _join_usable_names(interfaces: Mapping[str, Interface]) -> str:
     return ",".join(
         interface.name
         for interface in interfaces.values()

@@ -159,9 +159,9 @@ def _compare_strategy(context: CheckContext, reference: ComparedRun, name: str) 
         return f"{name}: not possible", [_describe_failure(subject, str(error))]
     if (finding := _run(context, side, subject)) is not None:
         return f"{name}: failed", [finding]
-    comparison = Comparison.from_runs((reference.name, side.name), (reference.run, side.run), TOLERANCES["no"])
+    comparison = Comparison.of_runs((reference.name, side.name), (reference.run, side.run), TOLERANCES["no"])
     fact = f"{name}: {format_seconds(time.monotonic() - start)}, with {_STEPS} steps whose losses differ by at most "
-    fact += f"{comparison.find_worst_difference('loss'):.0e} from those of one process"
+    fact += f"{comparison.worst('loss'):.0e} from those of one process"
     if comparison.is_same:
         return fact, []
     what = f"{subject} has other losses than one process: {comparison.verdict()}"

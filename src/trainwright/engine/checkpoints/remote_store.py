@@ -435,7 +435,7 @@ def choose_default_name(run: Path) -> str:
     return f"{run.parent.name}-{run.name}" if run.name.isdigit() and run.parent.name else run.name
 
 
-def compute_identity(run: Path) -> str:
+def read_identity(run: Path) -> str:
     """Return what tells this run from every other: the SHA-256 of its first event. Raises OSError."""
     with (run / EVENTS).open("rb") as file:
         return hashlib.sha256(file.readline()).hexdigest()

@@ -30,8 +30,8 @@ from trainwright.engine.checkpoints.remote_store import (
     Part,
     RemoteStore,
     StoredRun,
-    compute_identity,
     name_in_stores,
+    read_identity,
 )
 from trainwright.errors import TrainwrightError, convert_write_errors
 from trainwright.utils.paths import write_file
@@ -447,7 +447,7 @@ class StoreState:
         def record() -> str:
             parts.append(self.events.write())
             recipe, plan = ((self.run / name).read_text(encoding="utf-8") for name in (RECIPE, PLAN))
-            return StoredRun(compute_identity(self.run), recipe, plan, parts[-1]).text()
+            return StoredRun(read_identity(self.run), recipe, plan, parts[-1]).text()
 
         self.store.write(upload.path.name, upload.files, sums, record)
         known_parts[upload.path.name] = parts[-1]
@@ -489,7 +489,7 @@ class StoreState:
             stored_run = StoredRun.of(self.store, name)
         except CheckpointError:
             return None
-        if stored_run is not None and stored_run.run != compute_identity(self.run):
+        if stored_run is not None and stored_run.run != read_identity(self.run):
             raise CheckpointError(f"it has copies of another run of this name ({name}); nothing is copied there")
         return stored_run
 

@@ -210,7 +210,7 @@ def merge(traces: Sequence[Path], merged: Path) -> None:
             for event in _iterate_rank_events(trace["traceEvents"], rank, (start - base) / 1000):
                 file.write(separator + json.dumps(event))
                 separator = ",\n"
-            heartbeat.report_progress()
+            heartbeat.note_progress()
         file.write("\n]}\n")
     unfinished_file.replace(merged)
     for path in traces:

@@ -239,7 +239,7 @@ def build_rows(lines: Mapping[DrillTrial, dict[str, Any] | None]) -> list[Row]:
     return [*rows.values(), Row("all", [line for row in rows.values() for line in row.lines])]
 
 
-def format_table(lines: Mapping[DrillTrial, dict[str, Any] | None]) -> str:
+def format_drill_table(lines: Mapping[DrillTrial, dict[str, Any] | None]) -> str:
     """Return the table, as wide as it is, with its notes."""
     return format_results(format_cells(lines), list_notes(lines))
 

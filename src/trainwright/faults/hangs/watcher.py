@@ -26,7 +26,7 @@ from trainwright.engine.events import Fault, Notice, append_event
 from trainwright.errors import EXIT_TRAINING, TrainingError
 from trainwright.faults.hangs import evidence
 from trainwright.faults.hangs.judge import STORAGE, Machines, RankState, Verdict, find_conflict, judge
-from trainwright.machine.usage import measure_process_age
+from trainwright.machine.usage import compute_process_age
 from trainwright.recipe.loading import load_recipe
 from trainwright.run.run_directory import RECIPE
 from trainwright.run.shutdown.exit_code import record_exit_code
@@ -396,7 +396,7 @@ def watch_run(
             connections.
     """
     process = _start(run, rank_info, terminal) if rank_info.local_rank == 0 else None
-    start, is_told = time.monotonic() - measure_process_age(), True
+    start, is_told = time.monotonic() - compute_process_age(), True
     try:
         yield
     except Exception as error:
@@ -491,7 +491,7 @@ def _read_beats(run: Path, size: int) -> dict[int, Beat]:
 def _is_of(beat: Beat) -> bool:
     """Return whether the process that has the pid of a heartbeat is the one that writes it: not younger."""
     try:
-        return time.monotonic() - measure_process_age(beat.pid) < beat.started_at + _TICK_SECONDS
+        return time.monotonic() - compute_process_age(beat.pid) < beat.started_at + _TICK_SECONDS
     except psutil.Error:
         return False
 

@@ -329,7 +329,7 @@ class ValidationQuestions:
     def _iterate_scores(self, judge: Judge, texts: Sequence[str]) -> Iterator[float]:
         for reference, text in zip(self._references, texts, strict=True):
             yield judge(reference, text)
-            heartbeat.report_progress()
+            heartbeat.note_progress()
 
     def _check_references(self) -> None:
         match = self._judges.get("answer")

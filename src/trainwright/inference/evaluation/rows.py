@@ -125,7 +125,7 @@ def read(source: SourceSection, *, key: str, only: Sequence[int] | None = None) 
     Raises:
         RequestError: the source, its layout or a row is invalid, or a row has no reference, with its file and line.
     """
-    narrowing = functools.partial(EXAMPLES.build_narrowing, source.rows)
+    narrowing = functools.partial(EXAMPLES.narrowing, source.rows)
     table = read_rows(source.source, source.limit, key, source.format == "documents", narrowing)
     first = table[:8]
     rows_of_first = [dict(zip(first, values, strict=True)) for values in zip(*first.values(), strict=True)]

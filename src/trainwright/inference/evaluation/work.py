@@ -296,7 +296,7 @@ class _Shared:
 
     def likelihoods(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """Return for every continuation after its context, in tokens, its log-likelihood and whether it is greedy."""
-        self._world.broadcast(("likelihoods", (pairs,)))
+        self._world.broadcast(("score_pairs", (pairs,)))
         return self._score_pairs(pairs)
 
     def answers(self, prompts: list[list[int]], sampling: dict[str, Any], until: list[str]) -> list[str]:

@@ -38,7 +38,7 @@ from trainwright.models.adapters.files import (
 from trainwright.models.experts import expose_weight_shapes
 from trainwright.models.files import compute_logit_difference, has_experts, replace_directory
 from trainwright.models.safetensors_files import write_weights
-from trainwright.models.text_part import convert_to_whole_name, find_whole, list_part_names
+from trainwright.models.text_part import convert_to_whole_name, find_whole, map_part_names
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -175,7 +175,7 @@ class Adapter:
         self._beneath = beneath.weights
         self._whole = find_whole(model.config)
         if self._whole is not None:
-            list_part_names(self._whole)
+            map_part_names(self._whole)
 
     def save(
         self,

@@ -13,7 +13,7 @@ from typing import Any
 from trainwright.errors import RequestError
 from trainwright.observe.reports.charts import build_curve_charts
 from trainwright.observe.reports.figures import RunFigures, is_run, to_mapping
-from trainwright.observe.reports.page import CURVE_MENU, Page, format_section, format_table, to_html
+from trainwright.observe.reports.page import CURVE_MENU, Page, format_html_table, format_section, to_html
 from trainwright.recipe.yaml_text import iterate_values
 from trainwright.utils import text
 from trainwright.utils.paths import expand_user_path, write_file
@@ -237,7 +237,7 @@ def build_comparison_page(runs: Sequence[RunFigures]) -> str:
     names = [run.name for run in runs]
     page = Page(f"{' and '.join(names[:3])} - Trainwright")
     page.add("<header><h1>Comparison of runs</h1></header>")
-    page.add(format_section("Runs", format_table(SUMMARY_HEAD, iterate_summary_rows(runs))))
+    page.add(format_section("Runs", format_html_table(SUMMARY_HEAD, iterate_summary_rows(runs))))
     page.add("".join(f"<p>{to_html(f'{run.name} {run.parent}')}</p>" for run in runs if run.parent))
     page.add("".join(f'<p class="warn">{to_html(note)}</p>' for note in list_notes(runs)))
     page.add(format_section("Curves", CURVE_MENU, page.add_charts(build_curve_charts(runs))))
@@ -246,10 +246,10 @@ def build_comparison_page(runs: Sequence[RunFigures]) -> str:
             "<p>At the steps after which both were evaluated, without the untrained model. Lower is better for losses. "
             "The interval is that of the rows (Wilson).</p>"
         )
-        page.add(format_section("Evaluations, paired by step", note, format_table(DIFFERENCE_HEAD, rows)))
+        page.add(format_section("Evaluations, paired by step", note, format_html_table(DIFFERENCE_HEAD, rows)))
     differences = [[key, *values] for key, values in find_recipe_differences(runs).items()]
     same = "<p>The recipes are the same.</p>"
-    page.add(format_section("Recipes", format_table(["Key", *names], differences) if differences else same))
+    page.add(format_section("Recipes", format_html_table(["Key", *names], differences) if differences else same))
     return page.render()
 
 

@@ -51,7 +51,7 @@ def format_tiles(values: Iterable[tuple[str, str]]) -> str:
     return f'<ul class="tiles">{items}</ul>'
 
 
-def format_table(
+def format_html_table(
     head: Sequence[str],
     rows: Iterable[Sequence[object]],
     text: Sequence[int] = (),
@@ -252,7 +252,7 @@ def _format_result(run: RunFigures) -> str:
         (text.format_metric_name(metric), *(_format_metric(event, metric) for event in events))
         for metric in last["metrics"]
     ]
-    return format_table(["Validation", *head], rows, numbers=range(1, 1 + len(events)))
+    return format_html_table(["Validation", *head], rows, numbers=range(1, 1 + len(events)))
 
 
 def _format_metric(event: EventRecord, metric: str) -> str:
@@ -268,7 +268,7 @@ def _format_hyperparameters(run: RunFigures) -> str:
     rows: list[tuple[str, object]] = [(key, values[key]) for key in (*_DECIDE, *task_keys) if key in values]
     if (every := run.start.get("trainable_parameters")) and (of := run.start.get("parameters")):
         rows.insert(0, ("trainable parameters", f"{every:,.0f} of {of:,.0f}"))
-    return format_table(["Key", "Value"], rows)
+    return format_html_table(["Key", "Value"], rows)
 
 
 def _format_data(run: RunFigures) -> str:
@@ -278,7 +278,7 @@ def _format_data(run: RunFigures) -> str:
     for sentence in sentences if isinstance(sentences, list) else ():
         subject, colon, words = str(sentence).partition(": ")
         rows.append((subject, words) if colon else ("", subject))
-    return format_table(["", ""], rows, text=[1]) if rows else ""
+    return format_html_table(["", ""], rows, text=[1]) if rows else ""
 
 
 def _format_samples(run: RunFigures) -> Iterator[str]:
@@ -286,7 +286,7 @@ def _format_samples(run: RunFigures) -> Iterator[str]:
         last_events = events[-_SAMPLES:]
         more = f" (the last {_SAMPLES} of {len(events)})" if len(events) > _SAMPLES else ""
         rows = [(event["step"], event.get("text") or "(no text)") for event in last_events]
-        body = format_table(["Step", "Answer"], rows, text=[1])
+        body = format_html_table(["Step", "Answer"], rows, text=[1])
         yield f'<details open><summary dir="auto">{to_html(prompt)}{more}</summary>{body}</details>'
 
 
@@ -296,7 +296,9 @@ def _format_predictions(run: RunFigures, page: Page) -> Iterator[str]:
     lines = list(compare_with_plan(prediction, measurements))
     if lines:
         outside = [number for number, line in enumerate(lines) if line.is_outside]
-        yield format_table(["", "This run"], [(line.label.capitalize(), line.words) for line in lines], warned=outside)
+        yield format_html_table(
+            ["", "This run"], [(line.label.capitalize(), line.words) for line in lines], warned=outside
+        )
         yield "".join(format_prose(f"{why}.") for why in explain_slow_steps(prediction, measurements))
     charts = []
     candidate = to_mapping(plan.get("chosen"))
@@ -329,7 +331,7 @@ def _format_profiles(run: RunFigures) -> Iterator[str]:
             with suppress(KeyError, TypeError, ValueError):
                 cells = f"{operator['calls']:,}", text.format_seconds(operator["seconds"]), f"{operator['share']:.1%}"
                 rows.append((_shorten_kernel_name(str(operator["name"])), *cells))
-        yield format_table(["Operator", "Calls", "Time, all ranks", "Share"], rows, numbers=[1, 2, 3], names=[0])
+        yield format_html_table(["Operator", "Calls", "Time, all ranks", "Share"], rows, numbers=[1, 2, 3], names=[0])
 
 
 def _shorten_kernel_name(name: str) -> str:
@@ -347,7 +349,7 @@ def _format_timeline(run: RunFigures) -> str:
         for e in last_events
     ]
     more = f"<p class=soft>The last {_TIMELINE} of {len(run.timeline)}.</p>" if len(run.timeline) > _TIMELINE else ""
-    return more + format_table(["After", "Step", "Event", ""], rows, text=[3])
+    return more + format_html_table(["After", "Step", "Event", ""], rows, text=[3])
 
 
 def _describe_event(event: EventRecord) -> str:
@@ -376,7 +378,7 @@ def _describe_event(event: EventRecord) -> str:
 def _format_choices(run: RunFigures) -> str:
     reasons = run.start.get("reasons", ())
     rows = [(key, why) for key, _, why in (reason.partition(": ") for reason in reasons)]
-    return format_table(["Choice", "Reason"], rows, text=[1]) if rows else ""
+    return format_html_table(["Choice", "Reason"], rows, text=[1]) if rows else ""
 
 
 def _format_environment(run: RunFigures) -> str:
@@ -391,7 +393,7 @@ def _format_environment(run: RunFigures) -> str:
         ("Directory", run.directory.absolute()),
         *((name, version) for name, version in start.get("versions", {}).items()),
     ]
-    return format_table(["", ""], [row for row in rows if row[1]]) if start else ""
+    return format_html_table(["", ""], [row for row in rows if row[1]]) if start else ""
 
 
 def _format_recipe(run: RunFigures) -> Iterator[str]:
@@ -456,7 +458,7 @@ def format_time_use(run: RunFigures, ledger: Sequence[RankLedger], page: Page) -
     categories = [name for name in CATEGORIES if any(name in rank.seconds for rank in ledger)]
     heads = [f"Rank {rank.rank}" for rank in ledger] if len(ledger) <= SHOWN_RANKS else ["Mean", "Least", "Most"]
     rows = [_format_category(name, ledger) for name in categories]
-    yield format_table(["Seconds", *heads], rows, numbers=range(1, len(heads) + 1))
+    yield format_html_table(["Seconds", *heads], rows, numbers=range(1, len(heads) + 1))
     shares = [
         {"rank": rank.rank, "part": name, "share": rank.seconds.get(name, 0.0) / max(rank.wall, 1e-9)}
         for rank in ledger
@@ -530,7 +532,7 @@ def _format_clock_limits(ledger: Sequence[RankLedger]) -> Iterator[str]:
             rows.append((f"Rank {rank.rank}", word, f"{count / len(limits):.0%}"))
     if rows:
         yield "<h3>What lowered the clocks of GPUs</h3>"
-        yield format_table(["", "Because of", "Share of the samples"], rows[:_MAX_CLOCK_LIMITS])
+        yield format_html_table(["", "Because of", "Share of the samples"], rows[:_MAX_CLOCK_LIMITS])
 
 
 def _read_measure(system: Mapping[str, Any], name: str) -> float | None:
@@ -548,7 +550,7 @@ def _format_event_seconds(run: RunFigures, page: Page) -> Iterator[str]:
         rows = [
             (kind.capitalize(), text.format_seconds(value), f"{value / total:.1%}") for kind, value in seconds.items()
         ]
-        yield format_table(["", "Time", "Share"], rows)
+        yield format_html_table(["", "Time", "Share"], rows)
         yield page.add_charts([build_bar_chart("Seconds since the run began", seconds, "seconds")])
 
 

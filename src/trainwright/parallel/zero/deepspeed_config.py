@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from trainwright.errors import RequestError
-from trainwright.parallel.zero.spec import BUCKET_ELEMENTS, look_up_stage
+from trainwright.parallel.zero.spec import BUCKET_ELEMENTS, count_sharded_parts
 from trainwright.recipe.files import read_json
 from trainwright.recipe.schema import RecipeSchema
 from trainwright.recipe.sections.parallel import ParallelSection
@@ -319,7 +319,7 @@ def _check_data_types(section: dict[str, Any], recipe: RecipeSchema) -> Iterator
 def _zero(section: dict[str, Any], recipe: RecipeSchema) -> Iterator[str]:
     strategy = recipe.parallel.strategy
     stage = section.get("stage", AUTO)
-    if str(stage) not in (AUTO, str(look_up_stage(look_up_strategy(strategy)))):
+    if str(stage) not in (AUTO, str(count_sharded_parts(look_up_strategy(strategy)))):
         yield f"zero_optimization.stage: {stage} contradicts parallel.strategy {strategy}"
     for key, value in section.items():
         if key in _OFFLOAD and not is_harmless(f"zero_optimization.{key}", value):
@@ -373,7 +373,7 @@ def build_settings(parallel: ParallelSection, dtype: torch.dtype, module: nn.Mod
     content = {} if parallel.deepspeed_config is None else read_file(parallel.deepspeed_config)
     section = content.get("zero_optimization", {})
     section = section if isinstance(section, dict) else {}
-    stage = look_up_stage(look_up_strategy(parallel.strategy))
+    stage = count_sharded_parts(look_up_strategy(parallel.strategy))
     config: dict[str, Any] = {key: content[key] for key in _PASSED if content.get(key, AUTO) != AUTO}
     config |= {
         # The engine controls where a step ends and divides the loss itself; these only have to be consistent.

@@ -68,6 +68,6 @@ ZERO3 = replace(
 )
 
 
-def look_up_stage(spec: StrategySpec) -> int:
+def count_sharded_parts(spec: StrategySpec) -> int:
     """Return DeepSpeed's stage: 1 shards optimizer state, 2 also gradients, 3 also parameters."""
     return len(spec.shards)

@@ -16,14 +16,14 @@ _FP32 = 4
 Shape = tuple[int, int]
 
 
-def look_up_exchanged_width(on_gpu: bool) -> int:
+def choose_exchanged_width(on_gpu: bool) -> int:
     """Return the bytes of an element in which matrices are orthogonalized and exchanged."""
     return 2 if on_gpu else 4
 
 
 def estimate_orthogonalization(inventory: Inventory, choice: Choice, on_gpu: bool) -> int:
     """Return the most bytes while Muon updates matrices, in addition to weights, gradients and optimizer state."""
-    width, shapes = look_up_exchanged_width(on_gpu), inventory.matrices
+    width, shapes = choose_exchanged_width(on_gpu), inventory.matrices
     if choice.num_processes == 1:
         counts = Counter(shapes).items()
         return max((_estimate_stack(shape, count, width, on_gpu) for shape, count in counts), default=0)
@@ -63,7 +63,7 @@ def _estimate_rounds(shapes: tuple[Shape, ...], ranks: int, shards: int, on_gpu:
 
 def _estimate_round(owned: Sequence[Sequence[Shape]], on_gpu: bool) -> int:
     """Return the bytes on the fullest rank of a replica. ``owned``: the matrices of each of its ranks."""
-    width = look_up_exchanged_width(on_gpu)
+    width = choose_exchanged_width(on_gpu)
     elements = sum(count_rows(rows, len(owned), 0) * columns for shapes in owned for rows, columns in shapes)
     share_bytes, in_fp32 = width * elements, _FP32 * elements
     matrix_bytes = width * max(sum(rows * columns for rows, columns in shapes) for shapes in owned)

@@ -232,17 +232,17 @@ def _build_levels(model: SizedModel, offloads: bool) -> tuple[_Levels, _Levels, 
     """
     units, blocks = model.list_units(), range(1, len(model.order) - 1) if offloads else ()
     away = {number: sum(units[number].forward.saved) for number in blocks}
-    changes = [_find_bytes_after(unit.forward) - away.get(number, 0) for number, unit in enumerate(units)]
+    changes = [_read_bytes_after(unit.forward) - away.get(number, 0) for number, unit in enumerate(units)]
     forward = _accumulate_changes(changes)
-    evaluation = _accumulate_changes([_find_bytes_after(unit.evaluation) for unit in units])
-    reference = _accumulate_changes([_find_bytes_after(model.units[index].evaluation) for index in model.reference])
+    evaluation = _accumulate_changes([_read_bytes_after(unit.evaluation) for unit in units])
+    reference = _accumulate_changes([_read_bytes_after(model.units[index].evaluation) for index in model.reference])
     passes = [*(unit.forward for unit in model.units), *(unit.evaluation for unit in model.units)]
     work = [0, *map(_find_peak, passes)]
     live, backward = forward[-1], [0] * (2 * len(units))
     for unit in range(len(units) - 1, -1, -1):
         live += away.pop(unit, 0) + away.pop(unit - 1, 0)
         backward[2 * unit] = live
-        live += _find_bytes_after(units[unit].backward)
+        live += _read_bytes_after(units[unit].backward)
         backward[2 * unit + 1] = live
     moments = [size for unit in model.units for m in unit.backward.moments for size in (m.live[0], m.after)]
     return ([*forward, *reference], work), (backward, [0, *moments]), (evaluation, work)
@@ -256,7 +256,7 @@ def _find_peak(part: PassTrace[int]) -> int:
     return max((moment.live[0] for moment in part.moments), default=0)
 
 
-def _find_bytes_after(part: PassTrace[int]) -> int:
+def _read_bytes_after(part: PassTrace[int]) -> int:
     return part.moments[-1].after if part.moments else 0
 
 

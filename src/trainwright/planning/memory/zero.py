@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
-from trainwright.parallel.zero.spec import BUCKET_ELEMENTS, look_up_stage
+from trainwright.parallel.zero.spec import BUCKET_ELEMENTS, count_sharded_parts
 from trainwright.planning.memory.inventory import Inventory, Weight, count_slots
 from trainwright.planning.memory.strategies import FP32, StrategyMemory
 from trainwright.planning.memory.walk import Allocated, Flow, choose_largest
@@ -92,7 +92,7 @@ class ZeroMemory(StrategyMemory):
 
     @property
     def _stage(self) -> int:
-        return look_up_stage(self.choice.spec)
+        return count_sharded_parts(self.choice.spec)
 
 
 class Stage12Flow(Flow):

@@ -4,7 +4,6 @@ Tensors are fake (shapes, dtypes and devices, no memory), the process group is f
 a compiled shim tells a CPU build of torch that there is a CUDA. A simulation has a process of its own, because the shim
 must be loaded before torch.
 
-`start.py` begins a simulation, `shim.py` loads the shim, `device.py` and `mode.py` replace what of torch would ask a
-driver, `recorders.py` notes memory, collectives and waits of the host, `training.py` runs a worker, `report.py` has the
-result.
+`start.py` begins a simulation, loads the shim (`no_cuda.cpp`) and runs a worker, `device.py` and `mode.py` replace what
+of torch would ask a driver, `recorders.py` notes memory, collectives and waits of the host, `report.py` has the result.
 """

@@ -93,7 +93,7 @@ _STANDARD = sysconfig.get_path("stdlib")
 def find_source_location() -> str:
     """Return the innermost line of this package that is running, and that of other code below it.
 
-    ``models/causal_lm.py:148 _hidden (transformers/masking_utils.py:93 create_mask)``
+    ``models/causal_lm.py:148 _compute_hidden (transformers/masking_utils.py:93 create_mask)``
     """
     return _describe_location(traceback.walk_stack(sys._getframe(1)))
 

@@ -19,7 +19,7 @@ from typing import Any
 from trainwright.machine.describe import Cluster
 from trainwright.parallel.constants import compute_padded_size
 from trainwright.planning.memory.inventory import build_inventory
-from trainwright.planning.memory.matrices import look_up_exchanged_width
+from trainwright.planning.memory.matrices import choose_exchanged_width
 from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.step_time.update import Exchange, UnitWork, Update
 from trainwright.planning.step_time.work import LOSS, DeviceWork, Pricing
@@ -152,7 +152,7 @@ class _Step:
             **({"reference": passes_a_step * reference.seconds} if self.trace.reference else {}),
             "optimizer": update.optimizer(),
             "communication": exchange.estimate_exposed(self._units([embedding[0], *forward], [embedding[1], *backward]))
-            + exchange.estimate_updates(update.orthogonalized, look_up_exchanged_width(self.on_gpu)),
+            + exchange.estimate_updates(update.orthogonalized, choose_exchanged_width(self.on_gpu)),
             "offload": update.offload(saved_bytes, forward_seconds, backward_seconds, len(blocks)),
             "launches": waiting_seconds if self.on_gpu else passes_a_step * pass_work.host,
             "data": self._estimate_data(total_work),

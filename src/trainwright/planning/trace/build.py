@@ -388,7 +388,7 @@ def _compute_gpu_attention(
         deterministic=device.deterministic,
     )
     kernel = choose(needs, device.limits).kernel
-    if kernel.memory == "sequences" and call.grouped and call.is_plain and are_equal(call):  # see equal_sequences
+    if kernel.memory == "sequences" and call.grouped and call.is_plain and are_equal(call):  # attend_equal_sequences
         group = query.shape[1] // key.shape[1]
         call = call._replace(key=key.repeat_interleave(group, dim=1), value=value.repeat_interleave(group, dim=1))
     padded_call = call.padded(*kernel.widths(query.shape[-1], value.shape[-1]))

@@ -103,10 +103,10 @@ def _trace_at_scale(
     running = sorted({EMBEDDING, *division.stand_in, len(built.blocks)})
     merged_segments = [_group_by_unit(recorder.segments, running) for recorder in recorders]
     result = _build_trace(request, built, division, recorders[0], merged_segments, shapes, running)
-    return result, _measure_error(result, running, merged_segments, shapes)
+    return result, _compute_error(result, running, merged_segments, shapes)
 
 
-def _measure_error(
+def _compute_error(
     made: ModelTrace[Size], numbers: Sequence[int], merged: Sequence[Mapping[_Key, Segment]], shapes: list[BatchSample]
 ) -> float:
     """Return the largest error of a pass's most bytes and of its last, as a part of the most bytes of any pass.
@@ -166,7 +166,7 @@ def _compute_loss(lm: Any, wanted: TracedModel, batch: Batch) -> torch.Tensor:
     if wanted.objective == "hidden":
         activations = lm.compute_activations(batch)
         return cast(torch.Tensor, (activations - torch.zeros_like(activations)).square().mean())
-    if wanted.objective == "objective":  # as causal_lm.objective_at, without the function of the losses
+    if wanted.objective == "objective":  # as causal_lm.evaluate_objective, without the function of the losses
         head = lm.head(batch)
         compute_token_statistics(head, batch.targets)
         return linear_cross_entropy(head, batch.targets, target_weights=torch.ones(len(batch.targets)))

@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainwright.errors import EXIT_FAULT, EXIT_FINISHED, EXIT_STOPPED, Stopped
-from trainwright.machine.usage import measure_process_age
-from trainwright.run.shutdown.requests import Deadline, check_before_steps, find_last_stop_reason, forget_stops
+from trainwright.machine.usage import compute_process_age
+from trainwright.run.shutdown.requests import Deadline, find_last_stop_reason, find_stop_before_steps, forget_stops
 from trainwright.utils.text import quote_word
 
 CODES_FILE = "TRAINWRIGHT_EXIT_CODES"
@@ -70,8 +70,8 @@ def compute_launch_age(launcher: int | None, number: int) -> float:
         number: of earlier runs that the same processes trained in sequence.
     """
     if ATTEMPT in os.environ and (not number or _is_repeated()):
-        return measure_process_age(launcher or os.getppid())
-    return 0.0 if number else measure_process_age()
+        return compute_process_age(launcher or os.getppid())
+    return 0.0 if number else compute_process_age()
 
 
 def refuse_stopped(run: Path, seconds_before: float, deadline: Deadline | None, *, resumed: bool) -> None:
@@ -79,7 +79,7 @@ def refuse_stopped(run: Path, seconds_before: float, deadline: Deadline | None, 
     was_asked = forget_stops(run, seconds_before)
     reason = find_last_stop_reason(run) if _is_repeated() else None
     if reason is None:
-        reason = "it was asked to stop since this launch began" if was_asked else check_before_steps(run, deadline)
+        reason = "it was asked to stop since this launch began" if was_asked else find_stop_before_steps(run, deadline)
     if reason is not None:
         how = f"continue with --resume {quote_word(run)}" if resumed else "run the same command again"
         raise Stopped(f"stopped before the next step: {reason}; {how}")

@@ -191,7 +191,7 @@ def find_stop_reason(run: Path, deadline: Deadline | None, needed: float, now: f
     return None
 
 
-def check_before_steps(run: Path, deadline: Deadline | None) -> str | None:
+def find_stop_before_steps(run: Path, deadline: Deadline | None) -> str | None:
     """Return why a run of which no process trains now is to stop; None if it is not."""
     return find_stop_reason(run, deadline, _END_SECONDS, time.monotonic())
 

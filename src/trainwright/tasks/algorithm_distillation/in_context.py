@@ -137,7 +137,7 @@ def play(
         returns[rows, episode] += rewards
         episode = (episode + dones).clamp_(max=episodes)
         step = Steps(states[:, None], actions[:, None], rewards[:, None], dones[:, None])
-        heartbeat.report_progress()
+        heartbeat.note_progress()
         if not full_length and bool((episode == episodes).all()):
             break
     return returns[:, :episodes].cpu().numpy()
@@ -150,6 +150,9 @@ def choose_context_stride(shape: HistoryShape, horizon: int) -> int:
     episodes = max(1, shape.steps // (_MOVES_BY * horizon))
     # The rest then starts with an episode if all episodes have the maximum length.
     return episodes * horizon
+
+
+context_stride = choose_context_stride  # the earlier name, which programs on agents import
 
 
 class Agents:

@@ -104,9 +104,9 @@ class AlgorithmDistillation:
     ) -> None:
         """Warn about contexts shorter than an episode or longer than histories, and histories of another source."""
         for warning in (
-            warn_of_other_source(self._section, self._made_by),
-            warn_of_short_context(self._section, self._environment),
-            warn_of_short_histories(self._train),
+            explain_other_source(self._section, self._made_by),
+            explain_short_context(self._section, self._environment),
+            explain_short_histories(self._train),
         ):
             if warning is not None:
                 notify(warning)
@@ -246,7 +246,7 @@ def shape_of(section: AlgorithmDistillationSection, environment: Environment) ->
     )
 
 
-def warn_of_other_source(section: AlgorithmDistillationSection, made_by: Mapping[str, Any]) -> str | None:
+def explain_other_source(section: AlgorithmDistillationSection, made_by: Mapping[str, Any]) -> str | None:
     """Return a warning if other settings of the source made the histories than the recipe has, otherwise None.
 
     Histories that ``trainwright collect`` did not make are not checked.
@@ -265,7 +265,7 @@ def warn_of_other_source(section: AlgorithmDistillationSection, made_by: Mapping
     )
 
 
-def warn_of_short_context(section: AlgorithmDistillationSection, environment: Environment) -> str | None:
+def explain_short_context(section: AlgorithmDistillationSection, environment: Environment) -> str | None:
     """Return a warning if a context is shorter than an episode, otherwise None."""
     if section.context_length >= environment.horizon:
         return None
@@ -276,7 +276,7 @@ def warn_of_short_context(section: AlgorithmDistillationSection, environment: En
     )
 
 
-def warn_of_short_histories(windows: HistoryWindows) -> str | None:
+def explain_short_histories(windows: HistoryWindows) -> str | None:
     """Return a warning if every history is shorter than a context, otherwise None."""
     cut = windows.cut
     if windows.longest >= cut.window:

@@ -18,7 +18,7 @@ from trainwright.data.stream.stream import MicroBatch
 from trainwright.data.stream.streamed import StreamedDataset, prepare_streamed
 from trainwright.data.stream.windows import WindowDataset, collate_windows, prepare_windows
 from trainwright.data.tokens.dataset import TokenDataset
-from trainwright.data.tokens.lengths import check_length, remember_lengths
+from trainwright.data.tokens.lengths import check_length, save_lengths
 from trainwright.engine.task import LossSum
 from trainwright.inference.generation import Sampling
 from trainwright.models.load import load_tokenizer, read_max_positions
@@ -63,7 +63,7 @@ def _prepare_data(recipe: RecipeSchema, tokenizer: PreTrainedTokenizerBase, cach
         prepared_data = windows(recipe.data)
     else:
         prepared_data = prepare_streamed(recipe, tokenizer, cache, embeddings, positions, windows)
-    remember_lengths(recipe.model, recipe.data, recipe.train.seed, prepared_data.train, cache)
+    save_lengths(recipe.model, recipe.data, recipe.train.seed, prepared_data.train, cache)
     return add_stages(recipe, prepared_data)
 
 
