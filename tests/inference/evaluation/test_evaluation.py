@@ -285,7 +285,7 @@ def test_tasks_of_the_harness(runs: Runs, place: Path, model: str) -> None:
     written |= {"generation_kwargs": {"until": ["\n"], "max_gen_toks": 4}, "metric_list": [{"metric": "exact_match"}]}
     for task in (choices, written):
         (tasks / f"{task['task']}.yaml").write_text(json.dumps({**common, **task}))
-    asked = ("--lm-eval", "choices,written", "--lm-eval-include", str(tasks), "--num-processes", "1")
+    asked = ("--lm-eval", "choices,written", "--lm-eval-include", str(tasks), "--num-processes", "2")
     ended = runs.command("eval", model, *asked, "--out", str(place / "harness")).wait()
     assert ended.code == 0, ended.stderr
     results = json.loads((place / "harness" / "metrics.json").read_text())["lm_eval"]

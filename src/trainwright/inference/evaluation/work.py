@@ -289,14 +289,17 @@ class _Shared:
         """Execute rank 0's operations on the other ranks until it is finished."""
         while (call := self._world.broadcast(None)) is not None:
             name, arguments = call
-            getattr(self, f"_{name}")(*arguments)
+            if name == "pairs":
+                self._score_pairs(*arguments)
+            else:
+                self._answers(*arguments)
 
     def finish(self) -> None:
         self._world.broadcast(None)
 
     def likelihoods(self, pairs: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
         """Return for every continuation after its context, in tokens, its log-likelihood and whether it is greedy."""
-        self._world.broadcast(("score_pairs", (pairs,)))
+        self._world.broadcast(("pairs", (pairs,)))
         return self._score_pairs(pairs)
 
     def answers(self, prompts: list[list[int]], sampling: dict[str, Any], until: list[str]) -> list[str]:
