@@ -93,9 +93,7 @@ def run_in_process(function: Callable[..., T], *arguments: Any, progress: bool =
         if signal_numbers:  # it ended without an answer, by the signal or before it arrived
             signal.raise_signal(signal_numbers[0])
         if not answer_file.exists():
-            raise TrainingError(
-                f"the process of {function.__name__.partition('_')[0]} ended with exit code {code} and no message"
-            )
+            raise TrainingError(f"the separate process ended with exit code {code} and no message")
         return result
 
 

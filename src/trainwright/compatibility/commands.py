@@ -165,10 +165,11 @@ def _write(path: Path, is_default: bool, yes: bool) -> None:
 
 
 def _ask_questions(answers: Answers, machine: Machine) -> Answers | None:
-    """Return the answers to all questions; None if the training is to run in a place that needs no file."""
-    place = _ask("where it runs", "here", _build_choice_parser(("here", *_ELSEWHERE)), f"here, {', '.join(_ELSEWHERE)}")
-    if place != "here":
-        say(f"nothing written: {_ELSEWHERE[place]}")
+    """Return the answers to all questions; None if the training runs where no file is needed."""
+    parse = _build_choice_parser(("here", *_ELSEWHERE))
+    environment = _ask("where it runs", "here", parse, f"here, {', '.join(_ELSEWHERE)}")
+    if environment != "here":
+        say(f"nothing written: {_ELSEWHERE[environment]}")
         return None
     answers = _ask_devices(answers, machine)
     answers = _ask_machines(answers, machine)

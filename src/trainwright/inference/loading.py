@@ -89,15 +89,15 @@ def check_fits(unloaded: UnloadedModel, dtype: torch.dtype, machine: Machine, pr
                 )
     size = count * dtype.itemsize
     if machine.gpus:
-        memory, place = min(gpu.memory_bytes for gpu in machine.gpus), "one GPU"
+        memory, owner = min(gpu.memory_bytes for gpu in machine.gpus), "one GPU"
     else:
-        memory, place = machine.memory_bytes // processes, f"a process's share of this machine, one of {processes},"
+        memory, owner = machine.memory_bytes // processes, f"a process's share of this machine, one of {processes},"
     if size > memory * _USABLE:
         fix = "use --dtype bf16, or a device with more memory"
         if not machine.gpus and processes > 1:
             fix = "use fewer processes (--num-processes)"
         raise MachineError(
-            f"{unloaded.origin} has {size / 2**30:,.1f} GiB of weights, and {place} has {memory / 2**30:,.1f} GiB: "
+            f"{unloaded.origin} has {size / 2**30:,.1f} GiB of weights, and {owner} has {memory / 2**30:,.1f} GiB: "
             f"every process holds a full copy; {fix}"
         )
 

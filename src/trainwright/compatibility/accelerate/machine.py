@@ -67,10 +67,10 @@ def _list_lacking_gpus(translation: Translation, machine: Machine) -> list[str]:
 
 def _explain_too_few_gpus(translation: Translation, machine: Machine) -> str | None:
     processes = translation.local_processes
-    place = " on this machine" if translation.nodes > 1 else ""
+    suffix = " on this machine" if translation.nodes > 1 else ""
     if translation.device == "cuda" and not machine.gpus:
         demand = "GPUs" if processes is None else _format_gpu_count(processes)
-        return f"{translation.distributed_type} requires {demand}{place}, but none is available ({machine.describe()})"
+        return f"{translation.distributed_type} requires {demand}{suffix}, but none is available ({machine.describe()})"
     if translation.device == "cpu" or not machine.gpus:
         return None
     ids = translation.gpu_ids.split(",") if translation.gpu_ids else []
@@ -80,7 +80,7 @@ def _explain_too_few_gpus(translation: Translation, machine: Machine) -> str | N
     usable = len(ids) or len(machine.gpus)
     if processes is not None and processes > usable:
         available = f"gpu_ids names {_format_gpu_count(usable)}" if ids else f"there {_are(usable)} here"
-        return f"{processes} processes are requested{place}, one per GPU, but {available}"
+        return f"{processes} processes are requested{suffix}, one per GPU, but {available}"
     return None
 
 

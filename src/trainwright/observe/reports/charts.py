@@ -168,7 +168,7 @@ def _build_line_chart(
     dot = {"type": "point", "filled": True, "size": 24, "clip": True}
     is_alone = any(row.get("alone") for row in rows)
     alone = [{"transform": [{"filter": "datum.alone"}], "mark": dot}] if is_alone else []
-    place = {"field": axis[0], "type": "quantitative", "title": axis[1]}
+    x_field = {"field": axis[0], "type": "quantitative", "title": axis[1]}
     scale = {"type": "log" if logarithmic else "linear"}
     # A line for each power of ten, not for its multiples too, as soon as there are some of them.
     lines = {"axis": {"tickCount": 3}} if logarithmic else {}
@@ -181,7 +181,7 @@ def _build_line_chart(
         "height": _HEIGHT,
         "data": {"values": rows},
         "encoding": {
-            "x": {**place, "scale": {"nice": False}, "axis": {"tickMinStep": 1}},
+            "x": {**x_field, "scale": {"nice": False}, "axis": {"tickMinStep": 1}},
             "y": {"field": "value", "type": "quantitative", "title": unit or None, "scale": scale, **lines},
             **color,
         },
@@ -199,7 +199,7 @@ def _build_line_chart(
                     "opacity": {"condition": {"param": "hover", "empty": False, "value": 1}, "value": 0},
                     "tooltip": [
                         *tip,
-                        place,
+                        x_field,
                         {"field": "value", "type": "quantitative", "title": title, "format": ".5~g"},
                     ],
                 },
