@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.interpreted import needs_interpreter
 from tests.support.operations import Operations
@@ -138,37 +141,70 @@ def test_a_block_that_adds_otherwise_keeps_its_own_code() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("kind", "norms"), [("llama", 5), ("qwen3", 9), ("gemma2", 9), ("olmo2", 9)])
+@pytest.mark.parametrize(
+    ("kind", "norms", "gated"), [("llama", 5, 2), ("qwen3", 9, 2), ("gemma2", 9, 0), ("olmo2", 9, 2)]
+)
 def test_a_model_in_blocks_has_the_losses_and_gradients_of_its_own_modules(
-    kind: str, norms: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    kind: str, norms: int, gated: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocked, "PART_TOKENS", 64)  # 160 tokens are two parts and a smaller one
     model: Any = model_of(kind).to(dtype)
     parts = copy.deepcopy(model)
-    assert tuple(compute_in_blocks(parts).values()) == (norms, 0, 2, 0)
+    assert tuple(compute_in_blocks(parts).values()) == (norms, gated, 2, 0)
     tokens = torch.arange(160).remainder(11).view(2, 80)
-    kept = []
+    results = []
     for one in (model, parts):
-        saved: dict[int, int] = {}
-        with torch.autograd.graph.saved_tensors_hooks(_sizes_into(saved), lambda x: x):
+        with _Results() as forward:
             loss = one(input_ids=tokens, labels=tokens).loss
+        kept = forward.count_kept_bytes()
         loss.backward()
-        kept.append((loss, sum(saved.values())))
-    (loss, all_saved), (other_loss, saved_of_parts) = kept
+        results.append((loss, kept))
+    (loss, kept), (other_loss, kept_of_parts) = results
     assert torch.equal(loss, other_loss)
-    assert saved_of_parts < 0.97 * all_saved if dtype == torch.bfloat16 else saved_of_parts == all_saved
+    products = 2 * gated * dtype.itemsize * tokens.numel() * _SIZES["intermediate_size"]
+    assert kept_of_parts < kept - products if dtype == torch.bfloat16 else kept_of_parts == kept - products
     for (name, own), other in zip(model.named_parameters(), parts.parameters(), strict=True):
         assert own.grad is not None and other.grad is not None
         assert torch.equal(own.grad, other.grad), name
 
 
-def _sizes_into(sizes: dict[int, int]) -> Any:
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, nn.Parameter):
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
+class _Results(TorchDispatchMode):
+    """Which results of operations are kept for the backward pass."""
 
-    return pack
+    def __init__(self) -> None:
+        super().__init__()
+        self._memory: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self._memory[StorageWeakRef(storage)] = storage.nbytes()
+        return out
+
+    def count_kept_bytes(self) -> int:
+        return sum(size for memory, size in self._memory.items() if not memory.expired())
+
+
+def test_a_gated_product_is_computed_again_without_its_projection() -> None:
+    model: Any = model_of("llama")
+    compute_in_blocks(model)
+    tokens = torch.arange(40)[None]
+    loss = model(input_ids=tokens, labels=tokens).loss
+    with Operations() as backward:
+        loss.backward()
+    assert backward.names.count("silu") == 2
+    assert backward.names.count("mm") == 2 * (7 * 2) + 2  # two of each of seven matrices of a block, and of the head
+
+
+def test_a_gated_product_before_another_kind_of_projection_is_kept() -> None:
+    class Projection(nn.Linear):  # such as an adapter's
+        pass
+
+    model: Any = model_of("llama")
+    model.model.layers[1].mlp.down_proj.__class__ = Projection
+    assert compute_in_blocks(model)["gated activations"] == 1
 
 
 def test_passes_without_gradients_and_compiled_ones_have_the_modules_own_operations() -> None:
