@@ -82,7 +82,7 @@ def main() -> None:
     before = json.loads(output.read_text()) if output.exists() else {"cases": [], "machine": None}
     known = {result["id"]: result for result in before["cases"]}
     described = before["machine"] if arguments.predict else describe(use_cores(2))
-    cases = draw(arguments.seed, arguments.list_cases, machine, arguments.family or FAMILIES)
+    cases = draw(arguments.seed, arguments.cases, machine, arguments.family or FAMILIES)
     if arguments.bf16_weights:
         cases = [Bf16Case.of(case) for case in cases if not case.strategy.startswith("zero")]
     chosen = [case for case in cases if all(word in case.name for word in arguments.only)]

@@ -187,15 +187,10 @@ def _config(chance: random.Random, family: str, larger: int) -> dict[str, Any]:
     }
 
 
-def _mean_of_others(lengths: list[int]) -> float:
-    """The mean of a pack's sequences without its longest, which a plan counts by itself."""
-    return (sum(lengths) - max(lengths)) / (len(lengths) - 1)
-
-
 def predict(case: Case, found: dict[str, Any], machine: Machine) -> Memory:
     """For the shape of the fullest micro-batch that was run. ``found``: of ``plan_runs.run``."""
     batches = [batch for rank in found["ranks"] for batch in rank["batches"]]
-    lengths = max((batch["lengths"] for batch in batches), key=sum)
+    lengths, of_step = max((batch["lengths"] for batch in batches), key=sum), max(_steps(found), key=sum)
     tokens, rows = sum(lengths), max(batch["rows"] for batch in batches)
     steps = [batch["step"] for batch in found["ranks"][0]["batches"]]
     passes = max(steps.count(step) for step in steps)  # packs that are not full make more than were asked for
@@ -205,7 +200,9 @@ def predict(case: Case, found: dict[str, Any], machine: Machine) -> Memory:
         row_tokens=-(-tokens // rows) if case.pack else max(lengths),
         global_batch_rows=rows * passes * case.processes,
         packed=case.pack is not None,
-        document_tokens=_mean_of_others(lengths) if case.pack and lengths[1:] else statistics.mean(case.documents),
+        document_tokens=statistics.mean(of_step if case.pack else case.documents),
+        batch_tokens=sum(of_step) if case.pack else None,
+        lengths=tuple(sorted(of_step)) if case.pack else (),
         longest_document=max(lengths),
         fresh=True,
         most_batch_tokens=max(sum(lengths) for lengths in _steps(found)) if case.pack else None,

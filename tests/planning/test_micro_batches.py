@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from trainwright.data.tokens.lengths import Lengths
+from trainwright.data.tokens.packing import best_fit_decreasing
 from trainwright.machine.describe import parse_machine
 from trainwright.planning.memory.micro_batch import find_largest_micro_batch
 from trainwright.planning.memory.peak import estimate_memory
@@ -88,3 +89,22 @@ def test_the_mean_of_each_part_of_the_lengths_is_kept() -> None:
     lengths = Lengths(tuple(range(1, 1025)), 4000, 1.0).spread()
     assert len(lengths) == 64 and list(lengths) == sorted(lengths)
     assert sum(lengths) / 64 == pytest.approx(512.5, abs=0.5)
+
+
+def test_the_largest_pack_of_a_step_has_its_longest_sequences() -> None:
+    lengths = Lengths((20,) * 8 + (500,) * 2, 40, 1.0)
+    step = [20] * 16 + [500] * 4
+    packs = Workload(
+        MODEL,
+        1020,
+        3,
+        document_tokens=lengths.mean,
+        longest_document=500,
+        batch_tokens=sum(step),
+        lengths=lengths.spread(),
+    )
+    first = best_fit_decreasing(step, 1020)[0]
+    largest = find_largest_micro_batch(packs, Choice("single", 1, 1, 3, "no"))
+    assert sorted(length for length, count in largest.sequences for _ in range(count)) == sorted(step[i] for i in first)
+    unknown = find_largest_micro_batch(replace(packs, lengths=()), Choice("single", 1, 1, 3, "no"))
+    assert unknown.tokens == largest.tokens and unknown.pairs < 0.9 * largest.pairs

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 from trainwright.machine.describe import Cluster
 from trainwright.parallel.constants import compute_padded_size
@@ -42,12 +46,9 @@ def find_largest_micro_batch(workload: Workload, choice: Choice, later: bool = F
         # The tokens that the packs of the first pass leave over.
         remaining_tokens = workload.most_batch_tokens - choice.num_processes * tokens
         tokens = min(tokens, max(round(remaining_tokens), mean))
-    longest = min(longest, tokens)
-    full_sequences, rest = divmod(tokens - longest, mean)
-    sequences = [(mean, full_sequences), (longest, 1), (rest, 1)]
-    remaining = tuple((length, count) for length, count in sequences if length and count)
-    targets = workload.targets(tokens, sum(count for _, count in remaining), most=True)
-    return BatchShape(1, tokens, remaining, targets, packed=True, masked=False)
+    sequences = _fill_longest_first(tokens, workload)
+    targets = workload.targets(tokens, sum(count for _, count in sequences), most=True)
+    return BatchShape(1, tokens, sequences, targets, packed=True, masked=False)
 
 
 def _sum_filled_tokens(workload: Workload, first: int, rows: int) -> int:
@@ -58,3 +59,43 @@ def _sum_filled_tokens(workload: Workload, first: int, rows: int) -> int:
         return round(sum(lengths_in_range) / len(lengths_in_range) * rows)
     share = min(1.0, rows / max(1.0, workload.global_batch_rows))
     return round(rows * (workload.longest - share * (workload.longest - max(1, round(workload.mean_length)))))
+
+
+def _fill_longest_first(tokens: int, workload: Workload) -> tuple[tuple[int, int], ...]:
+    """Return sequences that fill ``tokens`` as the first packs of a step do (data/tokens/packing.py): longest first."""
+    longest = min(workload.longest, tokens)
+    sequences, free_tokens = [(longest, 1)], tokens - longest
+    if workload.lengths:
+        step = sorted(build_sequences(round(workload.tokens), workload), reverse=True)
+        others = [(step[0][0], step[0][1] - 1), *step[1:]]  # than the longest
+        for length, count in others:
+            count = min(count, free_tokens // length)
+            sequences.append((length, count))
+            free_tokens -= length * count
+    mean = max(1, round(workload.mean_length))
+    sequences += [(mean, free_tokens // mean), (free_tokens % mean, 1)]
+    return tuple((length, count) for length, count in sequences if length and count)
+
+
+def build_sequences(tokens: int, workload: Workload) -> tuple[tuple[int, int], ...]:
+    """Return sequences that fill ``tokens``: of the data's lengths where these are known, or else all of mean length.
+
+    Attention takes a time per token that grows with the length of its sequence, so a few long ones take most of it, and
+    most of the memory where scores are kept.
+    """
+    data_lengths, count = workload.lengths, round(tokens / workload.mean_length)
+    if not data_lengths or count < 2:
+        mean = max(1, min(tokens, round(workload.mean_length)))
+        count, rest = divmod(tokens, mean)
+        return ((mean, count), (rest, 1)) if rest else ((mean, count),)
+    edges = [index * len(data_lengths) / count for index in range(count + 1)]
+    typical = [_average_between(data_lengths, begin, end) for begin, end in pairwise(edges)]
+    scale = tokens / sum(typical)
+    ends = [round(scale * end) for end in accumulate(typical, initial=0.0)]
+    return tuple(Counter(end - begin for begin, end in pairwise(ends) if end > begin).items())
+
+
+def _average_between(values: Sequence[float], begin: float, end: float) -> float:
+    """Return the mean of a step function that has ``values[i]`` from i to i + 1."""
+    parts = range(int(begin), min(len(values), math.ceil(end)))
+    return sum(values[i] * (min(end, i + 1) - max(begin, i)) for i in parts) / (end - begin)

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
 from typing import Any
 
 from trainwright.machine.describe import Cluster
 from trainwright.parallel.constants import compute_padded_size
 from trainwright.planning.memory.inventory import build_inventory
 from trainwright.planning.memory.matrices import choose_exchanged_width
+from trainwright.planning.memory.micro_batch import build_sequences
 from trainwright.planning.step_time.rates import Rates
 from trainwright.planning.step_time.update import Exchange, UnitWork, Update
 from trainwright.planning.step_time.work import LOSS, DeviceWork, Pricing
@@ -298,7 +297,7 @@ def build_typical_batch(workload: Workload, choice: Choice) -> BatchShape:
     limit = choice.micro_batch_size * workload.row_tokens
     if workload.packed:
         tokens = round(min(limit, _count_process_tokens(workload, choice) / choice.gradient_accumulation_steps))
-        sequences = _build_sequences(max(1, tokens), workload)
+        sequences = build_sequences(max(1, tokens), workload)
         targets = workload.targets(tokens, sum(count for _, count in sequences))
         return BatchShape(1, max(1, tokens), sequences, targets, packed=True, masked=False)
     rows = max(1, min(choice.micro_batch_size, math.ceil(workload.global_batch_rows / choice.num_processes)))
@@ -313,29 +312,6 @@ def _count_process_tokens(workload: Workload, choice: Choice) -> float:
     mean = workload.tokens / choice.num_processes
     packs = choice.gradient_accumulation_steps * choice.micro_batch_size
     return min(workload.tokens, max(mean, packs * workload.row_tokens))
-
-
-def _build_sequences(tokens: int, workload: Workload) -> tuple[tuple[int, int], ...]:
-    """Return sequences that fill ``tokens``: of the data's lengths where these are known, or else all of mean length.
-
-    Attention takes a time per token that grows with the length of its sequence, so a few long ones take most of it.
-    """
-    mean = max(1, min(tokens, round(workload.mean_length)))
-    count, rest = divmod(tokens, mean)
-    data_lengths = workload.lengths
-    if not data_lengths or count < 2:
-        return ((mean, count), (rest, 1)) if rest else ((mean, count),)
-    edges = [index * len(data_lengths) / count for index in range(count + 1)]
-    typical = [_average_between(data_lengths, begin, end) for begin, end in pairwise(edges)]
-    scale = tokens / sum(typical)
-    ends = [round(scale * end) for end in accumulate(typical, initial=0.0)]
-    return tuple(Counter(end - begin for begin, end in pairwise(ends) if end > begin).items())
-
-
-def _average_between(values: Sequence[float], begin: float, end: float) -> float:
-    """Return the mean of a step function that has ``values[i]`` from i to i + 1."""
-    parts = range(int(begin), min(len(values), math.ceil(end)))
-    return sum(values[i] * (min(end, i + 1) - max(begin, i)) for i in parts) / (end - begin)
 
 
 def _estimate_padded_length(workload: Workload, rows: int) -> float:
