@@ -1,7 +1,8 @@
 """The output of an evaluation: a directory, written completely or not at all, and a table.
 
-metrics.json            every metric with its interval; with --against also the other model's and the differences
-samples.jsonl           row by row: prompt, reference, answer, scores samples-against.jsonl   those of the other model
+metrics.json           every metric with its interval; with --against also the other model's and the differences
+samples.jsonl          row by row: prompt, reference, answer, scores
+samples-against.jsonl  those of the other model
 """
 
 from __future__ import annotations

@@ -350,7 +350,8 @@ def compute_advantages(
     Args:
         rewards, values, dones: ``[goals, steps, streams]``.
         last_values: of the states after the last step, ``[goals, streams]``.
-        Returns:
+
+    Returns:
         ``[goals, steps, streams]``.
     """
     estimates = torch.zeros_like(values)

@@ -3,8 +3,8 @@
 Each loss is a mean over the tokens or answers of the whole global batch. Their numbers (``Counts``) are known before
 the passes, so the sums of micro-batches add up to the same value for any division.
 
-The formulas are at the end, by what they are computed from; objective.py lists the inputs of each forget loss. In them
-pi is the trained model and pi_ref the reference, x a question and y its answer with |y| tokens.
+The formulas are at the end, by what they are computed from; ``_TENSORS`` lists what each may take. In them pi is
+the trained model and pi_ref the reference, x a question and y its answer with |y| tokens.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ def make(name: str, **options: Any) -> Environment:
 
     Args:
         options: its own, such as ``size`` and ``horizon``; each has a default.
-        Raises:
+
+    Raises:
         RequestError: the environment or an option does not exist, or an option has an invalid value.
     """
     kind = ENVIRONMENTS.get(name)

@@ -256,7 +256,8 @@ def sample_uniform(seeds: torch.Tensor, draw: int) -> torch.Tensor:
     Args:
         seeds: int64, any shape. Consecutive seeds give independent numbers.
         draw: the draw index; different draws give different numbers.
-        Returns:
+
+    Returns:
         float32 of the same shape.
     """
     return (mix_bits(mix_bits(seeds) + draw) & 0xFFFFFF).float() * 2**-24

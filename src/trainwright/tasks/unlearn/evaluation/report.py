@@ -2,7 +2,7 @@
 completely or not at all.
 
     metrics.json   every metric, by set
-    log.json       the same with the numbers of every item; see log.py
+    log.json       the same with the numbers of every item
     samples.jsonl  prompts, references and answers, if the model generated any
 
 The findings about a model as a JSON file, and reference logs of other projects.
