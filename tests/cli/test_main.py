@@ -153,7 +153,7 @@ def test_dry_run_shows_what_would_run_and_writes_nothing(tmp_path: Path) -> None
         (("model.chat_template=tiny.yml",), GOOD_ROW, "tiny.yml: no such file; did you mean tiny.yaml"),
         (('model.chat_template="{% for m in messages %}"',), GOOD_ROW, "model.chat_template, line 1: "),
         (("train.glbal_batch_size=3",), GOOD_ROW, "global_batch_size"),
-        (("logging.run_directory=taken",), GOOD_ROW, "--resume taken"),
+        (("logging.run_directory=taken",), GOOD_ROW, "taken exists; choose another directory"),
     ],
 )
 def test_bad_request_ends_with_2_before_anything_is_written(

@@ -92,7 +92,7 @@ def test_on_a_cpu_and_over_padded_rows() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, False])
-def test_a_run_computes_and_says_what_the_recipe_names(runs: Runs, packed: bool) -> None:
+def test_the_kernels_that_a_recipe_names_have_the_same_losses(runs: Runs, packed: bool) -> None:
     cases = {
         word: Case(
             (
@@ -107,7 +107,6 @@ def test_a_run_computes_and_says_what_the_recipe_names(runs: Runs, packed: bool)
     trained = train(runs, cases, 1)
     losses = {word: each.column("loss") for word, each in trained.items()}
     assert difference(losses["eager"], losses["auto"]) < 1e-5 and losses["sdpa"] == losses["auto"]
-    assert losses["eager"] != losses["auto"]  # another order of sums
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ _LIMITED = ("mixed_precision", "compile", "activation_checkpointing", "activatio
 # If memory exceeds the limit by more than this factor with full recomputation, less recomputation is not tried.
 _NEAR = 1.1
 # Share of a step that recomputation takes at least, unless others, such as exchanges, take most of it.
-_RECOMPUTING = 0.05
+_RECOMPUTING = 0.02
 # Number of micro-batch sizes, the largest that fit, that are timed per layout. All are timed where small ones reduce
 # padding or stay in a processor's caches.
 _PER_ROW = 4

@@ -57,7 +57,7 @@ def fake_gpu(capability: tuple[int, int]) -> Iterator[list[str]]:
         (FakeTensorMode, "avoid_device_init"): property(lambda mode: True),
         # The compiler takes no fake tensors; uncompiled, the operator is the same.
         (torch_flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"): True,
-        (packs, "compiled"): lambda: torch_flex.flex_attention,
+        (packs, "compile_flex_attention"): lambda: torch_flex.flex_attention,
     }
     before = {place: getattr(*place) for place in replaced}
     for (owner, name), value in replaced.items():
