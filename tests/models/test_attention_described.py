@@ -107,6 +107,8 @@ def test_the_kernels_that_a_recipe_names_have_the_same_losses(runs: Runs, packed
     trained = train(runs, cases, 1)
     losses = {word: each.column("loss") for word, each in trained.items()}
     assert difference(losses["eager"], losses["auto"]) < 1e-5 and losses["sdpa"] == losses["auto"]
+    norms = {word: each.column("grad_norm") for word, each in trained.items()}
+    assert (losses["eager"], norms["eager"]) != (losses["auto"], norms["auto"])  # another order of sums
 
 
 @pytest.mark.slow

@@ -63,16 +63,18 @@ def _sum_filled_tokens(workload: Workload, first: int, rows: int) -> int:
 
 def _fill_longest_first(tokens: int, workload: Workload) -> tuple[tuple[int, int], ...]:
     """Return sequences that fill ``tokens`` as the first packs of a step do (data/tokens/packing.py): longest first."""
+    mean = max(1, round(workload.mean_length))
     longest = min(workload.longest, tokens)
     sequences, free_tokens = [(longest, 1)], tokens - longest
     if workload.lengths:
-        step = sorted(build_sequences(round(workload.tokens), workload), reverse=True)
+        # More sequences have the same lengths: these are means of as few parts.
+        considered_tokens = min(round(workload.tokens), max(tokens, _PLACES * mean))
+        step = sorted(build_sequences(considered_tokens, workload), reverse=True)
         others = [(step[0][0], step[0][1] - 1), *step[1:]]  # than the longest
         for length, count in others:
             count = min(count, free_tokens // length)
             sequences.append((length, count))
             free_tokens -= length * count
-    mean = max(1, round(workload.mean_length))
     sequences += [(mean, free_tokens // mean), (free_tokens % mean, 1)]
     return tuple((length, count) for length, count in sequences if length and count)
 
