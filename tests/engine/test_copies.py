@@ -22,7 +22,7 @@ from trainwright.engine.checkpoints.uploader import Copies, RemoteStore
 from trainwright.errors import MachineError, RequestError
 from trainwright.parallel.layout import Shard
 from trainwright.parallel.world import World
-from trainwright.run.resuming import bring_up_to_date
+from trainwright.run.stored_runs import bring_up_to_date
 
 WORLD = World(0, 1, 0, 1, torch.device("cpu"))
 

@@ -25,3 +25,12 @@ def test_this_machine_answers_with_parts() -> None:
     before = CpuContention.now()
     sum(range(100_000))
     assert all(0.0 <= part <= 1.0 for part in CpuContention.now().since(before).values())
+
+
+def test_the_longest_wait_is_of_a_thread_that_has_work() -> None:
+    before = CpuContention(ran={"1": 0, "2": 100}, waited={"1": 0, "2": 0}, periods={}, stolen=0, all=0)
+    after = CpuContention(
+        ran={"1": 900, "2": 700, "3": 10}, waited={"1": 100, "2": 400, "3": 90}, periods={}, stolen=0, all=100
+    )
+    assert after.find_longest_wait(before) == 0.4
+    assert after.find_longest_wait(after) == 0.0

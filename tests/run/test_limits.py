@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.commands import PATIENCE, environment
 from tests.support.runs import TINY
-from trainwright.run.process import check_process_limits
+from trainwright.run.limits import check_process_limits
 
 
 def test_what_is_enough() -> None:
@@ -50,7 +50,7 @@ def test_a_soft_limit_is_raised() -> None:
     program = (
         "import resource; hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (24, hard))\n"
-        "from trainwright.run.process import check_limits; check_limits(2, 2)\n"
+        "from trainwright.run.limits import check_limits; check_limits(2, 2)\n"
         "assert 24 < resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= hard"
     )
     if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 1024:

@@ -301,7 +301,7 @@ def test_starters_that_fetch_a_run_at_once_wait_for_the_first_however_long_it_ta
 ) -> None:
     from tests.engine.test_copies import saved
     from trainwright.engine.checkpoints.checkpoint import Checkpoints
-    from trainwright.run.resuming import fetch_run
+    from trainwright.run.stored_runs import fetch_run
 
     monkeypatch.setitem(_registry, "slow", SlowStore)
     copies = Copies([str(tmp_path / "copies")], (tmp_path / "run" / "checkpoints"))
@@ -326,7 +326,7 @@ def test_starters_that_fetch_a_run_at_once_wait_for_the_first_however_long_it_ta
 def test_a_fetched_run_never_begins_again_without_its_copy_whoever_fetched_it(tmp_path: Path) -> None:
     from tests.engine.test_copies import saved
     from trainwright.engine.checkpoints.checkpoint import Checkpoints
-    from trainwright.run.resuming import bring_up_to_date, fetch_run
+    from trainwright.run.stored_runs import bring_up_to_date, fetch_run
 
     copies = Copies([str(tmp_path / "copies")], (tmp_path / "run" / "checkpoints"))
     copies.add(saved(Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False), 1))
@@ -346,7 +346,7 @@ def test_a_fetched_run_never_begins_again_without_its_copy_whoever_fetched_it(tm
 def test_checkpoints_that_cannot_be_written_here_are_not_said_to_be_the_place(tmp_path: Path) -> None:
     from tests.engine.test_copies import saved
     from trainwright.engine.checkpoints.checkpoint import Checkpoints
-    from trainwright.run.resuming import bring_up_to_date, fetch_run
+    from trainwright.run.stored_runs import bring_up_to_date, fetch_run
 
     copies = Copies([str(tmp_path / "copies")], (tmp_path / "run" / "checkpoints"))
     copies.add(saved(Checkpoints(tmp_path / "run" / "checkpoints", keep_last=2, keep_best=False), 1))
@@ -376,7 +376,7 @@ def stored_in(tmp_path: Path, *places: str, steps: tuple[int, ...] = (1,)) -> li
 def test_a_copy_that_cannot_be_read_now_is_read_by_running_the_command_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainwright.run.resuming import bring_up_to_date, fetch_run
+    from trainwright.run.stored_runs import bring_up_to_date, fetch_run
 
     UnreliableStore.install(monkeypatch)
     places, run = stored_in(tmp_path, "copies", steps=(1, 2)), tmp_path / "elsewhere"
@@ -401,7 +401,7 @@ def test_a_copy_that_cannot_be_read_now_is_read_by_running_the_command_again(
 def test_a_place_that_may_have_newer_copies_and_cannot_be_read_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from trainwright.run.resuming import bring_up_to_date
+    from trainwright.run.stored_runs import bring_up_to_date
 
     UnreliableStore.install(monkeypatch)
     places = stored_in(tmp_path, "one", "two")
@@ -415,7 +415,7 @@ def test_a_place_that_may_have_newer_copies_and_cannot_be_read_is_told(
 def test_a_run_is_fetched_from_the_second_place_where_the_first_is_down_or_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainwright.run.resuming import bring_up_to_date, fetch_run
+    from trainwright.run.stored_runs import bring_up_to_date, fetch_run
 
     UnreliableStore.install(monkeypatch)
     places = stored_in(tmp_path, "one", "two")

@@ -37,8 +37,8 @@ from trainwright.errors import (
 from trainwright.machine.accelerators import refuse_unusable
 from trainwright.machine.detect import detect
 from trainwright.recipe.extensions import build_child_environment, set_trust
+from trainwright.run.limits import check_limits
 from trainwright.run.process import (
-    check_limits,
     find_console,
     limit_product_caches,
     preload_libraries,

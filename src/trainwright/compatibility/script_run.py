@@ -44,7 +44,8 @@ from trainwright.recipe.files import describe_missing_file
 from trainwright.run import run_directory
 from trainwright.run.group.addresses import format_address
 from trainwright.run.group.environment import NodeRendezvous, refuse_worker
-from trainwright.run.process import check_limits, find_console, prepare_environment
+from trainwright.run.limits import check_limits
+from trainwright.run.process import find_console, prepare_environment
 from trainwright.run.shutdown.failure import Failure, raise_failure
 from trainwright.run.shutdown.stop import Stopping, stop_requested
 from trainwright.utils.activity import Activity

@@ -48,7 +48,7 @@ from trainwright.run.group.environment import (
 )
 from trainwright.run.group.failure_report import FailureReport, should_report
 from trainwright.run.group.peers import Waiting
-from trainwright.run.process import check_limits
+from trainwright.run.limits import check_limits
 from trainwright.run.request import (
     AUTO,
     LauncherSettings,
@@ -59,12 +59,12 @@ from trainwright.run.request import (
     resolve_request,
     set_started_processes,
 )
-from trainwright.run.resuming import is_url
 from trainwright.run.shutdown.exit_code import compute_launch_age, record_exit_code, record_start, refuse_stopped
 from trainwright.run.shutdown.failure import run_to_end
 from trainwright.run.shutdown.requests import Deadline, choose_deadline
 from trainwright.run.shutdown.stop import STOP_SIGNALS, describe_stop, follow_signals, list_heeded_signals
 from trainwright.run.start import open_recorded_run, warn_of_launcher
+from trainwright.run.stored_runs import is_url
 from trainwright.utils.text import quote_word, say
 
 if TYPE_CHECKING:

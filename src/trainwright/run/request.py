@@ -29,16 +29,9 @@ from trainwright.recipe.strategy_spec import check_library
 from trainwright.recipe.yaml_text import Tree, parse_value
 from trainwright.run import run_directory
 from trainwright.run.resolve import Resolved, resolve
-from trainwright.run.resuming import (
-    bring_up_to_date,
-    build_store,
-    discard_fetched,
-    fetch_run,
-    is_url,
-    list_stores,
-    load_resumed_recipe,
-)
+from trainwright.run.resuming import load_resumed_recipe
 from trainwright.run.shutdown.requests import Deadline
+from trainwright.run.stored_runs import bring_up_to_date, build_store, discard_fetched, fetch_run, is_url, list_stores
 from trainwright.utils.installation import FIRST
 from trainwright.utils.paths import expand_user_path
 from trainwright.utils.text import format_ranges, say

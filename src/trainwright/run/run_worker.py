@@ -51,8 +51,8 @@ from trainwright.recipe.sections.parallel import ProcessRange
 from trainwright.recipe.strategy_spec import check_library
 from trainwright.run import process, run_directory
 from trainwright.run.group.contract import check_agreement, check_layout, choose_device
+from trainwright.run.limits import open_files_in_words
 from trainwright.run.observers.hooks import ObservedRank, ObservedRun, build_observers, observe_rank
-from trainwright.run.process import open_files_in_words
 from trainwright.run.relaunch import is_replan_requested
 from trainwright.run.shutdown.exit_code import ATTEMPT, check_torchrun_time
 from trainwright.run.shutdown.requests import STATE_BYTES, Deadline, StopRequests

@@ -33,7 +33,8 @@ from trainwright.run.group.addresses import format_address
 from trainwright.run.group.device_slots import count_devices
 from trainwright.run.group.failure_report import record_failure
 from trainwright.run.launches import LocalLaunches, NodeLaunches, take_part
-from trainwright.run.process import check_limits, raise_oom_score
+from trainwright.run.limits import check_limits
+from trainwright.run.process import raise_oom_score
 from trainwright.run.relaunch import Relaunch
 from trainwright.run.request import RunRequest, resolve_request
 from trainwright.run.resolve import Resolved

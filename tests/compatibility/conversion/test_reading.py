@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainwright.compatibility.conversion.reading import read
-from trainwright.compatibility.conversion.scripts import Code
+from trainwright.compatibility.conversion.script_values import Code
 from trainwright.errors import RequestError
 
 

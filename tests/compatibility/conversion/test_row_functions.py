@@ -13,7 +13,7 @@ from tests.compatibility.conversion import files
 from tests.compatibility.conversion.test_convert import failures, of, recipe
 from tests.data.test_row_settings import converted
 from tests.data.test_templates import CHATML, byte_level
-from trainwright.compatibility.conversion.unsloth import Unclear, find_row_settings
+from trainwright.compatibility.conversion.row_functions import Unclear, find_row_settings
 from trainwright.data.rows.chat_templates import resolve_template
 
 HEAD = """\

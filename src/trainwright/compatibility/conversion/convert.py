@@ -24,7 +24,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from trainwright.compatibility.conversion.scripts import Code, find_file_near, format_value, is_absent
+from trainwright.compatibility.conversion.script_values import Code, is_absent
+from trainwright.compatibility.conversion.scripts import find_file_near, format_value
 from trainwright.compatibility.conversion.shell import LAUNCHER
 from trainwright.data.sources.row_files import READERS, iterate_rows, parse_suffix
 from trainwright.errors import RequestError

@@ -14,7 +14,8 @@ from typing import Any
 from trainwright.compatibility.accelerate.reading import AccelerateConfig, read, read_json
 from trainwright.compatibility.accelerate.translation import Translation, interpret
 from trainwright.compatibility.conversion.convert import Conversion, Rule, Setting, find_named_file
-from trainwright.compatibility.conversion.scripts import Code, find_file_near, format_value
+from trainwright.compatibility.conversion.script_values import Code
+from trainwright.compatibility.conversion.scripts import find_file_near, format_value
 from trainwright.compatibility.conversion.shell import LAUNCHER
 from trainwright.errors import RequestError
 from trainwright.recipe.registries import OBSERVERS

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.compatibility.conversion.hydra import compose_configuration
-from trainwright.compatibility.conversion.scripts import Code, find_file_near, put
+from trainwright.compatibility.conversion.script_values import Code
+from trainwright.compatibility.conversion.scripts import find_file_near, put
 from trainwright.errors import RequestError
 from trainwright.recipe.files import read_text
 from trainwright.recipe.yaml_text import Origin, Tree, parse_mapping, parse_value

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from trainwright.compatibility.conversion.convert import PASS_ROWS, Conversion, Rule, Setting, read_document
-from trainwright.compatibility.conversion.scripts import Code, find_file_near, format_value
+from trainwright.compatibility.conversion.script_values import Code
+from trainwright.compatibility.conversion.scripts import find_file_near, format_value
 from trainwright.errors import RequestError
 from trainwright.recipe.files import read_json
 from trainwright.recipe.strategy_spec import look_up_strategy

@@ -14,7 +14,7 @@ from trainwright.doctor.checks.check import CannotCheck, CheckContext, CheckResu
 from trainwright.machine import cgroups
 from trainwright.machine.cgroups import read_text
 from trainwright.machine.measured.contention import count_usable_cores
-from trainwright.run.process import check_process_limits, count_needed_files
+from trainwright.run.limits import check_process_limits, count_needed_files
 from trainwright.utils.text import format_bytes, format_plural
 
 _PROCESSES = 2  # of the steps that other checks run

@@ -29,14 +29,8 @@ from trainwright.doctor.checks.check import (
 )
 from trainwright.errors import EXIT_FINISHED, Stopped, TrainwrightError
 from trainwright.machine.vendors import look_up_processor
-from trainwright.run.process import (
-    check_limits,
-    preload_libraries,
-    preload_worker,
-    prepare,
-    prepare_environment,
-    run_in_child,
-)
+from trainwright.run.limits import check_limits
+from trainwright.run.process import preload_libraries, preload_worker, prepare, prepare_environment, run_in_child
 from trainwright.run.shutdown.failure import Failure
 from trainwright.utils.text import format_seconds
 

@@ -71,6 +71,16 @@ class CpuContention:
             shares["stolen"] = (self.stolen - before.stolen) / (self.all - before.all)
         return shares
 
+    def find_longest_wait(self, before: CpuContention) -> float:
+        """Return how long the thread waited that had a core least, as a share of the time in which it had work to do.
+
+        Threads that had less than half the work of the busiest one do not count.
+        """
+        waits = {name: count - before.waited.get(name, 0) for name, count in self.waited.items()}
+        work = {name: wait + self.ran[name] - before.ran.get(name, 0) for name, wait in waits.items()}
+        most = max(work.values(), default=0)
+        return max((waits[name] / busy for name, busy in work.items() if busy > 0 and 2 * busy >= most), default=0.0)
+
 
 def count_usable_cores() -> int:
     """Return the number of cores that this process may run on."""
