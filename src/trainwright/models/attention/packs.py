@@ -102,7 +102,8 @@ def packed_attention(
     call, sequences = call_of(module, query, key, value, arguments)
     kernel, compute = _functions[_choose_kernel_name(call, attention)]
     padded_call = call.padded(*kernel.widths(query.shape[-1], value.shape[-1]))
-    return call.cut(compute(padded_call, sequences)), None
+    # Contiguous, as transformers' own implementations return it: some models view it.
+    return call.cut(compute(padded_call, sequences)).contiguous(), None
 
 
 def call_of(
