@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainwright.data.stream.batch import Batch, build_flat_layout, build_padded_layout
 from trainwright.models.causal_lm import CausalLM
-from trainwright.models.linear_losses import Head, compute_token_statistics, linear_cross_entropy
+from trainwright.models.linear_losses import Head, compute_token_statistics, linear_cross_entropy, pad_batch
 from trainwright.parallel.constants import compute_padded_size
 
 
@@ -54,6 +54,14 @@ def _model(packed: bool) -> CausalLM:
         max_position_embeddings=64,
     )
     return CausalLM(LlamaForCausalLM(config), packed=packed)
+
+
+def test_full_rows_need_no_mask_when_they_are_padded() -> None:
+    full, mixed = (pad_batch(_batch(lengths, packed=False)) for lengths in ([20, 20], [20, 7]))
+    for batch, is_full in ((full, True), (mixed, False)):
+        assert batch.input_ids.shape[1] == compute_padded_size(20) > 20
+        assert batch.attention_mask is not None
+        assert bool(batch.attention_mask.all()) is is_full
 
 
 def test_sizes_are_few_and_at_most_a_sixteenth_larger() -> None:

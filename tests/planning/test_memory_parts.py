@@ -89,7 +89,8 @@ def test_gradients_are_held_from_one_micro_batch_to_the_next(strategy: str, prec
     weights = sum(two.parts.get(name, 0) for name in ("parameters", "master weights", "optimizer state"))
     lasting = two.phases["checkpoint"] - weights
     found = (two.phases["forward"] - one.phases["forward"] + lasting) / PARAMETERS
-    assert found == pytest.approx((BF16 if precision == "bf16" else FP32)[strategy][3], rel=0.01)
+    # With zero2 in fp32, a rank holds the whole gradient of a parameter of which its part has some.
+    assert found == pytest.approx((BF16 if precision == "bf16" else FP32)[strategy][3], rel=0.03)
 
 
 @pytest.mark.parametrize(("strategy", "precision"), CASES)
@@ -159,7 +160,7 @@ def test_an_optimizer_step_of_a_gpu_has_the_gradients(on: str) -> None:
     assert memory.phases["optimizer"] == pytest.approx(between + 4 * PARAMETERS, rel=0.01)
 
 
-OF_WORK = ("answers", "saved_width", "master_weights")
+OF_WORK = ("answers", "saved_width", "master_weights", "weight_decay")
 
 
 def on_cpu(
@@ -203,7 +204,7 @@ def test_a_process_on_a_cpu_keeps_what_passes_free_up_to_what_is_returned() -> N
     small, large = (on_cpu("no", micro_batch_size=rows, compile=True) for rows in (4, 8192))
     slack = [memory.overhead[SLACK] for memory in (small, large)]
     assert slack[0] == int(1.6 * temporary_of(small)) < 1.6 * 2**28 < slack[1] < temporary_of(large)
-    assert on_cpu("no", micro_batch_size=8192).overhead[SLACK] == 2**29 < 0.6 * temporary_of(large)
+    assert on_cpu("no", micro_batch_size=8192).overhead[SLACK] == 384 * 2**20 < 0.6 * temporary_of(large)
     full = {"micro_batch_size": 64, "activation_checkpointing": "full"}
     kept, compiled = on_cpu("no", **full), on_cpu("no", **full, compile=True)
     assert compiled.overhead[SLACK] == int(1.6 * temporary_of(compiled))
@@ -237,14 +238,24 @@ def test_copies_that_gloo_gathers_into_stay_in_the_arena_of_its_thread() -> None
     assert copied == {
         "ddp": 0,
         "fsdp": 4 * max(ends, block),
-        "zero1": 4 * matrices,
-        "zero2": 4 * matrices,
+        "zero1": all_of_it,
+        "zero2": all_of_it,
         "zero3": all_of_it,
     }
+    assert tiny("zero1", weight_decay=True)[0] == 4 * matrices  # vectors are a group of their own
     choice = Choice("fsdp", 2, 1, 1, "no", threads=1)
     cluster = build_cluster(Machine("here", "a CPU", 2, 2**36, (), memory_free_bytes=2**36))
     large = estimate_memory(Workload(MODEL, row_tokens=64, global_batch_rows=2), choice, cluster)
     assert "copies of the exchange" not in large.overhead  # an embedding of 108 MiB
+
+
+def test_zero1_in_bf16_concatenates_gradients_of_several_groups_only() -> None:
+    """DeepSpeed flattens what it sums over the ranks, which copies nothing of a single tensor (runtime/engine.py)."""
+    one, two = (
+        on_cpu("bf16", model=MODEL, strategy="zero1", **SHARED, weight_decay=decay).phases["backward"]
+        for decay in (False, True)
+    )
+    assert two - one == pytest.approx(4 * (PARAMETERS - 49_152 * HIDDEN), rel=0.01)
 
 
 def test_answers_and_the_export_take_the_whole_model_where_it_is_sharded() -> None:

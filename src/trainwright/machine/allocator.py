@@ -19,8 +19,8 @@ class ResidentMemory:
     Memory of freed tensors is kept for the next ones, which is fast. But glibc needs more bytes than an aligned block
     has (_int_memalign of malloc.c), so what a tensor leaves between tensors in use serves no other of its size, and
     small blocks settle in it. Where blocks are recomputed, resident memory would become a multiple of what is in use.
-    Memory that is returned takes time to have again: a step of a 135M-parameter model takes up to an eighth longer if at
-    most 256 MiB are kept, on another processor 1 % with 384.
+    Memory that is returned takes time to have again: a step of a 135M-parameter model takes an eighth longer on some
+    processors if at most 256 MiB are kept, and up to a hundredth with 384.
     """
 
     def __init__(self) -> None:

@@ -507,17 +507,22 @@ def pad_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def pad_batch(batch: Batch) -> Batch:
-    """Return the inputs of a batch with more columns; in a flat batch they are a sequence of their own."""
+    """Return the inputs of a batch with more columns; in a flat batch they are a sequence of their own.
+
+    Full rows go on in them, as a mask that leaves nothing out needs no other attention than none; no token before sees
+    them.
+    """
     width = batch.input_ids.shape[1]
     extra = compute_padded_size(width) - width
     if not extra:
         return batch
     edges, mask = batch.boundaries, batch.attention_mask
+    are_full = all(length == width for length in batch.lengths)
     return replace(
         batch,
         input_ids=pad(batch.input_ids, (0, extra)),
         position_ids=pad(batch.position_ids, (0, extra)),  # 0 is a valid position for every model
         boundaries=None if edges is None else torch.cat([edges, edges.new_tensor([width + extra])]),
-        attention_mask=None if mask is None else pad(mask, (0, extra)),
+        attention_mask=None if mask is None else pad(mask, (0, extra), value=are_full),
         longest=max(batch.longest, extra),
     )

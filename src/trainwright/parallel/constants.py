@@ -5,7 +5,7 @@ from __future__ import annotations
 # Elements that a CPU converts to fp32 at a time, for a norm or a sum of gradients: with their copies they fit a cache.
 CACHED_ELEMENTS = 2**18
 # Elements that a checksum adds at a time: a CPU converts all of them to eight bytes first (models/files.py).
-SUMMED_ELEMENTS = 2**22
+SUMMED_ELEMENTS = 2**20
 # Shapes of half-precision products on a CPU whose code is cached (models/linear_losses.py); bytes of each, measured.
 CACHED_PRODUCTS, PRODUCT_BYTES = 256, 570_000
 # Bytes of the logits of a chunk of the loss, in the model's precision; on a GPU as many as the hidden states have, if

@@ -5,9 +5,9 @@ sleeps, up to 20 ms. On a quiet machine this is fastest. Where another program u
 the time of the one that it waits for: steps of 1 s took 60 s. While a process has more threads than there are cores,
 OpenMP looks only 1,000 times (GOMP_SPINCOUNT in the manual of libgomp), so threads are added while others use cores.
 
-Threads that sleep take time to wake: passes of a 135M-parameter model on two quiet cores were up to a sixth slower. They
-were as fast beside a program that used half of a core, for which a thread waited 26 % of the time, and 1.5 to 1.7 times
-as fast beside one that used all of it (41 %).
+Threads that sleep take time to wake: passes of a 135M-parameter model on two quiet cores were up to a sixth slower.
+Beside a program that used half of a core, for which a thread waited 26 % of the time, they were as fast, and beside one
+that used all of it (41 %) 1.5 to 1.7 times as fast.
 """
 
 from __future__ import annotations

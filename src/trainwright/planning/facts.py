@@ -133,6 +133,7 @@ def _build_workload(recipe: RecipeSchema, model: TracedModel, **sizes: Any) -> W
         momentum=optimizer.momentum > 0,
         averages=optimizer.ema_decay is not None,
         master_weights=optimizer.master_weights,
+        weight_decay=optimizer.weight_decay > 0,
         copies_state=recipe.checkpoint.background is True,
         deterministic=train.deterministic,
         tf32=train.tf32,

@@ -18,13 +18,14 @@ Recompute = Literal["none", "full", "selective"] | int
 
 class OptimizerState(NamedTuple):
     """What decides the bytes of an optimizer's state: its name, whether its momentum is more than 0, and whether there
-    is an average of the weights beside it; and whether there are fp32 master weights.
+    is an average of the weights beside it; whether there are fp32 master weights, and a weight decay.
     """
 
     name: str
     momentum: bool = True
     average: bool = False
     masters: bool = True
+    decay: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,12 @@ class Workload:
     momentum: bool = True
     averages: bool = False
     master_weights: bool = True
+    weight_decay: bool = False
 
     @property
     def optimizer_state(self) -> OptimizerState:
         """What decides the bytes of the optimizer's state."""
-        return OptimizerState(self.optimizer, self.momentum, self.averages, self.master_weights)
+        return OptimizerState(self.optimizer, self.momentum, self.averages, self.master_weights, self.weight_decay)
 
     @property
     def facts(self) -> ModelFacts:

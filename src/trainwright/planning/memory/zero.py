@@ -23,17 +23,27 @@ def choose_bucket(inventory: Inventory) -> int:
     return max(2, min(BUCKET_ELEMENTS, inventory.numel))
 
 
-@lru_cache(maxsize=64)
-def _compute_partition(inventory: Inventory, shards: int) -> tuple[int, int]:
-    """Return the elements of a rank's partition in zero1 and zero2, and the most elements of all parameters that
-    overlap it.
+def _list_groups(inventory: Inventory, decay: bool) -> list[list[Weight]]:
+    """Return the trained parameters in the optimizer's groups: vectors have no weight decay (engine/optimizer.py)."""
+    groups = [[w for w in inventory.trainable if w.is_vector == vectors] for vectors in (False, True)]
+    return [group for group in groups if group] if decay else [list(inventory.trainable)]
 
-    Matrices and vectors are partitioned separately (engine/optimizer.py), each group concatenated.
+
+@lru_cache(maxsize=64)
+def _count_largest_group(inventory: Inventory, decay: bool) -> int:
+    """Return the elements of the largest group."""
+    return max(sum(w.numel for w in group) for group in _list_groups(inventory, decay))
+
+
+@lru_cache(maxsize=64)
+def _compute_partition(inventory: Inventory, shards: int, decay: bool) -> tuple[int, int]:
+    """Return the elements of a rank's partition in zero1 and zero2, and the most elements of all parameters that
+    overlap it. The parameters of a group are concatenated.
     """
     local = 0
     touched_elements = [0] * shards
-    for vectors in (False, True):
-        group = [w.numel for w in inventory.trainable if w.is_vector == vectors]
+    for members in _list_groups(inventory, decay):
+        group = [w.numel for w in members]
         size = -(-sum(group) // (2 * shards)) * 2
         local += size
         begin = 0
@@ -49,18 +59,21 @@ class ZeroMemory(StrategyMemory):
 
     def lasting(self) -> Mapping[str, int]:
         """Return the bytes held between steps, by purpose."""
-        return _estimate_lasting(self.inventory, self._stage, self.choice.shards, count_slots(self.optimizer))
+        optimizer = self.optimizer
+        return _estimate_lasting(
+            self.inventory, self._stage, self.choice.shards, count_slots(optimizer), optimizer.decay
+        )
 
     def flow(self) -> Flow:
         """Return the memory flow of gathered parameters and gradients through a step."""
         if self._stage == 3:
             return Stage3Flow(self.inventory, self.on_gpu)
         offload = self.choice.offload_optimizer and self.on_gpu
-        return Stage12Flow(self.inventory, self._stage, self.choice.shards, offload)
+        return Stage12Flow(self.inventory, self._stage, self.choice.shards, offload, self.optimizer.decay)
 
     def step(self) -> int:
         """Return the bytes that the optimizer step needs in addition."""
-        return _estimate_step(self.inventory, self._stage, self.choice.shards, self.on_gpu)
+        return _estimate_step(self.inventory, self._stage, self.choice.shards, self.on_gpu, self.optimizer.decay)
 
     def gathered(self) -> int:
         """Return the bytes of all parameters that are partitioned, and of gloo's copies of the two that it gathers at
@@ -72,11 +85,11 @@ class ZeroMemory(StrategyMemory):
         return self.inventory.width * (sum(units) + sum(sorted(sizes.values())[-2:]))
 
     def copied(self) -> int:
-        """Return the bytes of what is gathered at once: a bucket of parameters, or after a step all matrices."""
+        """Return the bytes of what is gathered at once: a bucket of parameters, or after a step a group of them."""
         if self.choice.shards == 1:
             return 0
-        matrices = sum(w.numel for w in self.inventory.trainable if not w.is_vector)
-        return self.inventory.width * (choose_bucket(self.inventory) if self._stage == 3 else matrices)
+        group = _count_largest_group(self.inventory, self.optimizer.decay)
+        return self.inventory.width * (choose_bucket(self.inventory) if self._stage == 3 else group)
 
     def assembled(self) -> int:
         """Return the copies of a saved parameter, which is the sum of all ranks' parts."""
@@ -86,8 +99,7 @@ class ZeroMemory(StrategyMemory):
         """Yield the bytes of this rank's computing parameters, which stage 3 pins group by group; masters are not."""
         if self._stage < 3 or not self.choice.offload_parameters:
             return
-        for vectors in (False, True):
-            group = (w for w in self.inventory.trainable if w.is_vector == vectors)
+        for group in _list_groups(self.inventory, self.optimizer.decay):
             yield self.inventory.width * sum(-(-weight.numel // self.choice.shards) for weight in group)
 
     @property
@@ -103,13 +115,16 @@ class Stage12Flow(Flow):
     on the device.
     """
 
-    def __init__(self, inventory: Inventory, stage: int, shards: int, offload: bool = False) -> None:
+    def __init__(self, inventory: Inventory, stage: int, shards: int, offload: bool, decay: bool) -> None:
         self._trained = inventory.trained
+        groups = [sum(w.numel for w in group) for group in _list_groups(inventory, decay)]
+        # Elements of the groups' gradients that are concatenated to be summed over the ranks; one alone is not copied.
+        self._concatenated = self._trained if len(groups) > 1 and groups[0] <= _ALL_REDUCED else 0
         self._largest = inventory.largest_trained
         self._stage, self._width = stage, inventory.width
         self._bucket = choose_bucket(inventory)
         self._leaves = offload and self._width == FP32
-        self._local, self._touched = _compute_partition(inventory, shards)
+        self._local, self._touched = _compute_partition(inventory, shards, decay)
         self._gradients = 0  # bytes in the parameters' own gradients
         self._reduced = 0  # bytes of this rank's partition
         self._buffer = 0
@@ -149,7 +164,7 @@ class Stage12Flow(Flow):
         """End the pass and return the most memory that was held."""
         highest = self.allocated
         if self._stage == 1 and self._width < FP32:
-            return highest._replace(buckets=FP32 * (min(self._trained, _ALL_REDUCED) if self._last else self._largest))
+            return highest._replace(buckets=FP32 * max(self._largest, self._concatenated if self._last else 0))
         if self._stage == 1:
             if not self._last:
                 return highest
@@ -250,9 +265,11 @@ class Stage3Flow(Flow):
 
     def _add_to_bucket(self, numel: int) -> Allocated:
         """Add a gradient to the buffer, which is reduced first if it is full."""
-        highest = Allocated(self._gradients + self._width * numel, self._gathered + self._buffer)
+        arriving = self._width * numel
+        highest = Allocated(self._gradients + arriving, self._gathered + self._buffer)
         if self._filled and self._filled + numel > self._bucket:
-            highest = choose_largest(highest, self._reduce())
+            reducing = self._reduce()
+            highest = choose_largest(highest, reducing._replace(gradients=reducing.gradients + arriving))
         if numel > self._bucket:
             self._gradients += self._width * numel
         self._filled += numel
@@ -327,11 +344,11 @@ def _find_largest_vector(inventory: Inventory) -> int:
 
 
 @lru_cache(maxsize=64)
-def _estimate_lasting(inventory: Inventory, stage: int, shards: int, states: int) -> Mapping[str, int]:
+def _estimate_lasting(inventory: Inventory, stage: int, shards: int, states: int, decay: bool) -> Mapping[str, int]:
     """Return the bytes held between steps, by purpose."""
     width, trained_elements = inventory.width, inventory.trained
     if stage < 3:
-        local = _compute_partition(inventory, shards)[0]
+        local = _compute_partition(inventory, shards, decay)[0]
         return {
             "parameters": inventory.numel * width,
             "master weights": local * FP32,
@@ -351,13 +368,14 @@ def _estimate_lasting(inventory: Inventory, stage: int, shards: int, states: int
 
 
 @lru_cache(maxsize=64)
-def _estimate_step(inventory: Inventory, stage: int, shards: int, on_gpu: bool) -> int:
+def _estimate_step(inventory: Inventory, stage: int, shards: int, on_gpu: bool, decay: bool) -> int:
     """Return the most bytes that an optimizer step needs in addition to those held between steps."""
     width = inventory.width
     if stage == 3:
-        return FP32 * sum(-(-w.numel // shards) for w in inventory.trainable if not w.is_vector)
-    local, touched_elements = _compute_partition(inventory, shards)
-    gathered_bytes = 0 if on_gpu else width * sum(w.numel for w in inventory.trainable if not w.is_vector)
+        groups = _list_groups(inventory, decay)
+        return FP32 * max(sum(-(-w.numel // shards) for w in group) for group in groups)
+    local, touched_elements = _compute_partition(inventory, shards, decay)
+    gathered_bytes = 0 if on_gpu else width * _count_largest_group(inventory, decay)
     if stage == 1 and width < FP32:
         return width * inventory.trained + gathered_bytes
     if width < FP32:
