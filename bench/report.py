@@ -163,7 +163,7 @@ def overhead() -> str:
 
 def plan_memory() -> str:
     rows: list[Row] = []
-    counted = {seed: read(f"plan_accuracy_cpu_{seed}") for seed in (0, 1, 62)}
+    counted = {seed: read(f"plan_accuracy_cpu_{seed}") for seed in (0, 1, 66)}
     for seed, results in counted.items():
         cases, command = results["cases"], f"python bench/plan_accuracy.py --seed {seed}"
         half = "that the model was fitted to" if seed == 0 else "that the model was not fitted to"

@@ -32,7 +32,7 @@ def _list_groups(inventory: Inventory, decay: bool) -> list[list[Weight]]:
 @lru_cache(maxsize=64)
 def _count_largest_group(inventory: Inventory, decay: bool) -> int:
     """Return the elements of the largest group."""
-    return max(sum(w.numel for w in group) for group in _list_groups(inventory, decay))
+    return max((sum(w.numel for w in group) for group in _list_groups(inventory, decay)), default=0)
 
 
 @lru_cache(maxsize=64)
@@ -373,7 +373,7 @@ def _estimate_step(inventory: Inventory, stage: int, shards: int, on_gpu: bool, 
     width = inventory.width
     if stage == 3:
         groups = _list_groups(inventory, decay)
-        return FP32 * max(sum(-(-w.numel // shards) for w in group) for group in groups)
+        return FP32 * max((sum(-(-w.numel // shards) for w in group) for group in groups), default=0)
     local, touched_elements = _compute_partition(inventory, shards, decay)
     gathered_bytes = 0 if on_gpu else width * _count_largest_group(inventory, decay)
     if stage == 1 and width < FP32:
