@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainwright.data.stream.batch import Batch, build_flat_layout, build_padded_layout
-from trainwright.models.causal_lm import CausalLM
+from trainwright.models.causal_lm import CausalLM, RouterLoss
 from trainwright.models.linear_losses import Head, compute_token_statistics, linear_cross_entropy, pad_batch
 from trainwright.parallel.constants import compute_padded_size
 
@@ -62,6 +62,11 @@ def test_full_rows_need_no_mask_when_they_are_padded() -> None:
         assert batch.input_ids.shape[1] == compute_padded_size(20) > 20
         assert batch.attention_mask is not None
         assert bool(batch.attention_mask.all()) is is_full
+        logits = torch.randn(batch.input_ids.numel(), 4, generator=torch.Generator().manual_seed(0))
+        changed = logits.view(2, -1, 4).clone()
+        changed[:, 20:] = 100.0  # what routers say of padding
+        loss = RouterLoss(1.0, 2)
+        assert torch.equal(loss.sum([logits], batch), loss.sum([changed.view(-1, 4)], batch))
 
 
 def test_sizes_are_few_and_at_most_a_sixteenth_larger() -> None:

@@ -457,9 +457,9 @@ def _build_membership(batch: Batch) -> torch.Tensor:
     if batch.boundaries is not None:
         edges = copy_to_device(batch.boundaries[: count + 1], device)[:, None]
         return ((position >= edges[:-1]) & (position < edges[1:])).float()
-    assert batch.attention_mask is not None
     of_row = position // length == torch.arange(count, device=device)[:, None]
-    return (of_row & batch.attention_mask.reshape(-1).bool()).float()
+    lengths = copy_to_device(torch.tensor(batch.lengths), device)[:, None]
+    return (of_row & (position % length < lengths)).float()
 
 
 def build_router_loss(recipe: RecipeSchema, model: PreTrainedModel) -> RouterLoss | None:
