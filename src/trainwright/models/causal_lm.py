@@ -458,7 +458,7 @@ def _build_membership(batch: Batch) -> torch.Tensor:
         edges = copy_to_device(batch.boundaries[: count + 1], device)[:, None]
         return ((position >= edges[:-1]) & (position < edges[1:])).float()
     of_row = position // length == torch.arange(count, device=device)[:, None]
-    lengths = copy_to_device(torch.tensor(batch.lengths), device)[:, None]
+    lengths = copy_to_device(batch.spread_lengths(), device)
     return (of_row & (position % length < lengths)).float()
 
 

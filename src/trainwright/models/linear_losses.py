@@ -509,8 +509,8 @@ def pad_rows(values: torch.Tensor) -> torch.Tensor:
 def pad_batch(batch: Batch) -> Batch:
     """Return the inputs of a batch with more columns; in a flat batch they are a sequence of their own.
 
-    Full rows go on in them, as a mask that leaves nothing out needs no other attention than none; no token before sees
-    them.
+    If no row has padding, the mask also includes the new columns: transformers drops a mask of ones, and causal
+    attention hides the columns from the tokens before them.
     """
     width = batch.input_ids.shape[1]
     extra = compute_padded_size(width) - width

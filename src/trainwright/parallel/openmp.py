@@ -23,7 +23,7 @@ from trainwright.machine.measured.contention import CpuContention, count_usable_
 
 _SET_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _INTERVAL = 1.0  # seconds
-_BUSY = 0.3  # share of its work's time for which a thread waited for a core
+_BUSY = 0.3  # share of its runnable time that a thread spends waiting for a core
 _QUIET_SECONDS = 10.0  # after which the added threads end
 _PARALLEL_ELEMENTS = 2**20  # torch shares an operation on at least this number among its threads
 

@@ -72,9 +72,9 @@ class CpuContention:
         return shares
 
     def find_longest_wait(self, before: CpuContention) -> float:
-        """Return how long the thread waited that had a core least, as a share of the time in which it had work to do.
+        """Return the largest share of its runnable time that a thread spent waiting for a core since ``before``.
 
-        Threads that had less than half the work of the busiest one do not count.
+        Threads with less than half of the runnable time of the busiest one do not count.
         """
         waits = {name: count - before.waited.get(name, 0) for name, count in self.waited.items()}
         work = {name: wait + self.ran[name] - before.ran.get(name, 0) for name, wait in waits.items()}

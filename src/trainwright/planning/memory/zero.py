@@ -118,7 +118,7 @@ class Stage12Flow(Flow):
     def __init__(self, inventory: Inventory, stage: int, shards: int, offload: bool, decay: bool) -> None:
         self._trained = inventory.trained
         groups = [sum(w.numel for w in group) for group in _list_groups(inventory, decay)]
-        # Elements of the groups' gradients that are concatenated to be summed over the ranks; one alone is not copied.
+        # Elements of the gradients of groups that are concatenated for the all-reduce; a single group is not copied.
         self._concatenated = self._trained if len(groups) > 1 and groups[0] <= _ALL_REDUCED else 0
         self._largest = inventory.largest_trained
         self._stage, self._width = stage, inventory.width
